@@ -18,7 +18,7 @@ DECISIONS: Mapping[str, str] = {
     "dynamic": "Percent of the tiles that thread blocks take when they are ready. 0: each has an equal share of all.",
     "cluster": (
         "Thread blocks of a cluster that share one row, or one list, joined over distributed shared memory; for a"
-        " product with blocks, those that share rows of x, blocks, or the rows over which a block is summed."
+        " product with blocks, those that share rows of x, or the rows over which a block is summed."
     ),
     "slices": (
         "Parts of the vocabulary, each with thread blocks of its own, which go through all buckets looked up, or all"
@@ -151,7 +151,7 @@ RENAMED: Mapping[str, Mapping[str, str | Mapping[int, Mapping[str, int]]]] = {
 # Decisions that were added later, at the values that mean the earlier programs: by template, after the decisions that
 # it had.
 ADDED: Mapping[str, Mapping[str, int]] = {
-    "block_warpgroups": {"producers": 1, "cluster": 1},
+    "block_warpgroups": {"producers": 1},
     "fused_step": {"late_words": 0, "apart": 0},
     "held_rows": {"staged": 0, "row_bound": 0},
     "persistent_tiles": {"passes": 1},

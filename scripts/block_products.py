@@ -59,34 +59,12 @@ FAMILIES: dict[tuple[int, int, int], tuple[tuple[int, float], ...]] = {
     (4096, 11008, 32): ((1024, 0.9),),
     (4096, 4096, 16): ((512, 0.5), (512, 0.8), (512, 0.95), (4096, 0.8)),
 }
-# Points beside the defaults, by a block's rows: tile_m, tile_n, panel, stages, producers and cluster.
-CHOSEN: dict[int, tuple[tuple[int, int, int, int, int, int], ...]] = {
-    16: ((256, 64, 64, 4, 1, 1),),
-    32: (
-        (128, 256, 32, 8, 1, 1),
-        (128, 256, 32, 8, 2, 1),
-        (128, 256, 32, 8, 2, 2),
-        (128, 256, 32, 8, 4, 4),
-        (128, 160, 32, 6, 1, 1),
-        (128, 160, 32, 6, 1, 2),
-        (128, 128, 32, 6, 2, 1),
-        (128, 128, 32, 6, 2, 2),
-        (192, 64, 32, 6, 2, 1),
-        (192, 64, 32, 6, 1, 2),
-        (192, 128, 32, 8, 2, 1),
-        (256, 96, 32, 8, 2, 1),
-    ),
-    64: (
-        (128, 128, 64, 3, 2, 1),
-        (128, 128, 64, 3, 1, 2),
-        (128, 128, 64, 3, 1, 4),
-        (128, 192, 64, 4, 2, 2),
-        (128, 256, 64, 4, 2, 1),
-        (128, 256, 64, 4, 2, 2),
-        (128, 64, 64, 4, 2, 1),
-        (64, 64, 64, 6, 2, 1),
-    ),
-    128: ((128, 128, 32, 6, 2, 1), (128, 128, 32, 6, 1, 2), (128, 256, 64, 4, 2, 1), (128, 256, 64, 4, 2, 2)),
+# Points beside the defaults, by a block's rows: tile_m, tile_n, panel, stages and producers.
+CHOSEN: dict[int, tuple[tuple[int, int, int, int, int], ...]] = {
+    16: ((256, 64, 64, 4, 1),),
+    32: ((192, 64, 32, 6, 1), (128, 128, 32, 6, 2), (256, 96, 32, 8, 2), (192, 128, 32, 8, 2), (128, 256, 32, 8, 2)),
+    64: ((128, 64, 64, 4, 2), (128, 128, 64, 3, 2), (128, 256, 64, 4, 2), (64, 64, 64, 6, 1)),
+    128: ((128, 128, 32, 6, 2), (128, 256, 64, 4, 2), (64, 128, 64, 4, 2)),
 }
 DENSE_SHAPES = ((1024, 1024), (768, 3072), (4096, 4096), (4096, 11008), (2048, 8192))
 DENSE_ROWS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -139,7 +117,7 @@ def drawn(
     largest = max(problems, key=lambda problem: problem.m)
     found = {of.candidate(of.default(problem, machine)): None for of in (template, before) for problem in problems}
     for chosen in CHOSEN[largest.block_shape[0]]:
-        names = ("tile_m", "tile_n", "panel", "stages", "producers", "cluster")
+        names = ("tile_m", "tile_n", "panel", "stages", "producers")
         point = dict(zip(names, chosen, strict=True)) | {"overlap": 1}
         if template.point(largest, machine, point) is None:
             found[template.candidate(point)] = None

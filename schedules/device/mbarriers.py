@@ -8,9 +8,6 @@ from tvm.script import tirx as T
 arrive_expecting = T.ptx.mbarrier.arrive.expect_tx.shared__cta.b64
 arrive_expecting_there = T.ptx.mbarrier.arrive.expect_tx.relaxed.cluster.shared__cluster.b64
 try_wait = T.ptx.mbarrier.try_wait.parity.acquire.cta.shared__cta.b64
-# An arrival at another thread block's, of a thread that has read what others sent, and nothing else. A release to the
-# whole cluster would also be a fence of all memory (MEMBAR.ALL.GPU), some half a microsecond.
-arrive_read_there = T.ptx.mbarrier.arrive.expect_tx.release.cta.shared__cluster.b64
 # A word to another thread block of the cluster, whose bytes an mbarrier there counts.
 send_word = T.ptx.st_async.weak.shared__cluster.mbarrier__complete_tx__bytes.u64
 # A copy from global memory, whose bytes an mbarrier of the thread block counts.

@@ -27,8 +27,6 @@ MOST_ROWS = 256
 
 _copy = T.ptx.cp.async_.bulk.tensor
 copy_box = getattr(_copy, "2d").shared__cluster.global_.mbarrier__complete_tx__bytes
-# The same to several thread blocks of a cluster, as bits by rank.
-copy_box_to_all = copy_box.multicast__cluster
 
 
 def tensor_map(name: str) -> Any:

@@ -6,9 +6,7 @@ rows of the weight, which are several block rows. It walks the columns in *panel
 panel of x once for all of its block rows that have a block there.
 
 For density d, blocks of b rows and R block rows of a tile, a product of two elements takes
-(1 - (1 - d)^R) / (R b d) + 1 / tile_m bytes from the L2 cache. With `cluster` the thread blocks of a cluster have the
-same block rows for neighbouring rows of x. Each copies its part of every block to all of them (multicast), so that the
-second term becomes 1 / (cluster * tile_m); they go through the same panels.
+(1 - (1 - d)^R) / (R b d) + 1 / tile_m bytes from the L2 cache.
 
 **A producer warp** merges block rows: a lane has one, and its next block's column. The least of these is the next
 panel, and a ballot says which rows have a block in it. Nothing is sorted or prepared. Columns in any order and repeated

@@ -31,14 +31,13 @@ from tvm_sparse.core.template import Decisions, Program
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
 from ...device import operands
-from ...device.cluster import cluster_barrier, place_there
-from ...device.mbarriers import arrive_expecting, arrive_read_there, await_phase
+from ...device.mbarriers import arrive_expecting, await_phase
 from ...device.overlap import wait_then_start_consumer
 from ...device.region import device_region
 from ...device.selection import FULL_WARP
 from ...device.stages import begin_stages, hand_back, next_stage
 from ...device.state import Buffers, local, pooled, scalar
-from ...device.tensor_maps import copy_box, copy_box_to_all, describe, tensor_map
+from ...device.tensor_maps import copy_box, describe, tensor_map
 from ...device.words import held_address
 from ..block_row import load_int
 from ..interface import gpu_program, output
@@ -57,8 +56,6 @@ class State(Buffers):
     t: Any
     lane: Any
     warp: Any
-    # Its place in the cluster.
-    rank: Any
     # The tile of block rows, and the first row of x.
     tile: Any
     top: Any
@@ -103,8 +100,6 @@ class State(Buffers):
     weight_at: Any = scalar("uint32")
     # A vector of y.
     words: Any = local("uint32", 4)
-    # An address in another thread block's shared memory.
-    there: Any = local("uint32", when=lambda e: e.cluster > 1)
     # Shared: the stages, a panel of x and its blocks each.
     ring: Any = pooled("uint32", lambda e: e.barriers_at // 4, 0)
     # Shared, in the same place: a tile of y.
@@ -123,18 +118,15 @@ class State(Buffers):
 def begin(e, /, s):
     """Make the mbarriers.
 
-    Reads: nothing. Writes: `full`, `empty`, `slot`, `turn`. Barriers: of the thread block or cluster, at the end.
+    Reads: nothing. Writes: `full`, `empty`, `slot`, `turn`. Barriers: of the thread block, at the end.
     """
     if s.t == 0:
         T.ptx.prefetch.tensormap(s.x_map)
         T.ptx.prefetch.tensormap(s.weight_map)
-        begin_stages(e.stages, 4 * e.groups * e.cluster)(s)
+        begin_stages(e.stages, 4 * e.groups)(s)
     s.slot = 0
     s.turn = T.uint32(0)
-    if e.cluster > 1:
-        cluster_barrier()
-    else:
-        T.cuda.cta_sync()
+    T.cuda.cta_sync()
 
 
 @phase
@@ -218,13 +210,7 @@ def bring_panel(e, /, s, part):
                 block = T.meta_var(
                     s.first + T.Cast("int32", T.popcount(s.mine & T.uint32((1 << i) - 1))))
                 to = T.meta_var(s.slot * stage + e.x_bytes // 4 + (s.lane * e.beside + i) * (e.block_bytes // 4))
-                if e.cluster > 1:
-                    copy_box_to_all(
-                        s.ring.ptr_to([to + s.rank * (e.block_bytes // 4 // e.cluster)]), s.weight_map,
-                        part * e.width, block * e.rows + s.rank * (e.rows // e.cluster), full,
-                        T.Cast("uint16", (1 << e.cluster) - 1))
-                else:
-                    copy_box(s.ring.ptr_to([to]), s.weight_map, part * e.width, block * e.rows, full)
+                copy_box(s.ring.ptr_to([to]), s.weight_map, part * e.width, block * e.rows, full)
 
 
 @phase
@@ -288,18 +274,6 @@ def multiply_panel(e, /, s):
 
 
 @phase
-def hand_back_to_all(e, /, s):
-    """`hand_back` to the producer warps of the cluster, which bring parts of this thread block's blocks.
-
-    Reads: `left`. Writes: `there`. Barriers: of the warp; arrives at each thread block's `empty`.
-    """
-    T.cuda.warp_sync()
-    if s.lane < e.cluster:
-        place_there(s.there, s.empty.ptr_to([s.left]), T.Cast("uint32", s.lane))
-        arrive_read_there(s.there[0], T.uint32(0))
-
-
-@phase
 def consume(e, /, s):
     """The work of a warpgroup.
 
@@ -331,10 +305,7 @@ def consume(e, /, s):
             else:
                 operands.wait(1)
             if s.left >= 0:
-                if e.cluster > 1:
-                    hand_back_to_all(e)(s)
-                else:
-                    hand_back(s)
+                hand_back(s)
             s.left = s.slot
             next_stage(e.stages)(s)
     operands.wait(0)
@@ -384,15 +355,6 @@ def store_tile(e, /, io, s):
                     s.words[0], s.words[1], s.words[2], s.words[3])
 
 
-def places(e: Extents, io: Any) -> tuple[Any, Any]:
-    """The thread block's tile, or that of its cluster, by strips of x; and its rank in the cluster."""
-    strip = e.tile_m * e.cluster
-    tiles = e.tiles_n * ((io.m + (strip - 1)) // strip)
-    if e.cluster > 1:
-        return T.cluster_id([tiles]), T.cta_id_in_cluster([e.cluster])
-    return T.cta_id([tiles]), 0
-
-
 def is_producer(e: Extents, s: Any) -> Any:
     """Whether a warp is a producer warp; a single one is the last warp."""
     first = e.groups * 4
@@ -410,18 +372,16 @@ def program(problem: BsrMatmul, decisions: Decisions) -> Program:
         T.evaluate(describe(x_map, io.x.ptr_to([0, 0]), e.dtype, (io.m, e.k), (e.tile_m, e.panel)))
         if io.nnzb > 0:
             T.evaluate(describe(
-                weight_map, io.data.ptr_to([0, 0, 0]), e.dtype, (io.nnzb * e.rows, e.cols),
-                (e.rows // e.cluster, e.width)))
+                weight_map, io.data.ptr_to([0, 0, 0]), e.dtype, (io.nnzb * e.rows, e.cols), (e.rows, e.width)))
         else:  # An empty matrix has none; nothing is copied by this one.
-            T.evaluate(describe(
-                weight_map, io.x.ptr_to([0, 0]), e.dtype, (io.m, e.k), (e.rows // e.cluster, e.width)))
+            T.evaluate(describe(weight_map, io.x.ptr_to([0, 0]), e.dtype, (io.m, e.k), (e.rows, e.width)))
         with device_region():
-            place, rank = T.meta_var(places(e, io))
+            strips = T.meta_var((io.m + (e.tile_m - 1)) // e.tile_m)
+            place = T.cta_id([e.tiles_n * strips])
             t = T.thread_id([e.threads])
             s = T.meta_var(State.alloc(
-                e, e.pool_bytes, t=t, lane=t % 32, warp=t // 32, rank=rank, tile=place % e.tiles_n,
-                top=(place // e.tiles_n * e.cluster + rank) * e.tile_m, x_map=T.address_of(x_map),
-                weight_map=T.address_of(weight_map)))
+                e, e.pool_bytes, t=t, lane=t % 32, warp=t // 32, tile=place % e.tiles_n,
+                top=place // e.tiles_n * e.tile_m, x_map=T.address_of(x_map), weight_map=T.address_of(weight_map)))
             begin(e)(s)
             if e.overlap > 0:
                 wait_then_start_consumer()
@@ -434,9 +394,6 @@ def program(problem: BsrMatmul, decisions: Decisions) -> Program:
             if s.warp < e.groups * 4:
                 pass_tile(e)(io, s)
                 store_tile(e)(io, s)
-            if e.cluster > 1:
-                # Others may not have come to what they tell this thread block.
-                cluster_barrier()
 
     return gpu_program(problem, body, overlapped=e.overlap > 0)
 # fmt: on

@@ -23,11 +23,9 @@ TILE_N = (64, 96, 128, 160, 192, 256)
 # Columns of a step, as bytes of a row in shared memory: those that have a swizzle.
 PANEL = (16, 32, 64)
 STAGES = (2, 3, 4, 6, 8, 12)
-# Warps that bring panels: one takes about as long for the copies of a panel of 32 columns as two or three warpgroups
-# for its products.
-PRODUCERS = (1, 2, 4)
-# Thread blocks of a cluster: they have the same block rows for neighbouring rows of x, and copy blocks for each other.
-CLUSTER = (1, 2, 4)
+# Warps that bring panels. With more than there are stages, one would take a stage's phase before last, which has the same
+# parity, for the last.
+PRODUCERS = (1, 2)
 # Rows of x from which on the template is offered.
 LEAST_M = 33
 # Most block rows of a thread block; each has a lane of the producer warp.
@@ -49,11 +47,11 @@ RESERVED = 1024
 # beginning and end; clocks of a microsecond; and how many standard deviations the fullest block row is above the mean.
 L2_BYTES, STORED_BYTES, CLOCKS = 68e3, 21e3, 1700
 ON_ITS_WAY, OF_COPY, LAUNCH, BEGIN, FULLEST = 0.8, 0.1, 3.8, 2.3, 1.5
-# Tiles of the default, rows of x by those of the weight, with producer warps and thread blocks of a cluster, for blocks
-# of fewer rows than `WIDE` and for others; and stages below which two thread blocks of a multiprocessor wait for
-# memory: where all panels have a block of each block row, and where there are several block rows.
+# Tiles of the default, rows of x by those of the weight, with producer warps, for blocks of fewer rows than `WIDE` and
+# for others; and stages below which two thread blocks of a multiprocessor wait for memory: where all panels have a block
+# of each block row, and where there are several block rows.
 WIDE, NARROW, FEWEST_STAGES = 64, 32, (4, 3)
-USUAL_TILES = (((64, 64, 1, 1), (192, 64, 1, 1)), ((64, 64, 1, 1), (128, 128, 1, 1)))
+USUAL_TILES = (((64, 64, 2), (192, 64, 2)), ((64, 64, 2), (128, 128, 1), (128, 64, 2)))
 
 
 def space(problem: BsrMatmul, machine: Machine) -> Table:
@@ -73,7 +71,6 @@ def space(problem: BsrMatmul, machine: Machine) -> Table:
         "panel": panels,
         "stages": STAGES,
         "producers": PRODUCERS,
-        "cluster": machine.clusters(CLUSTER),
         "overlap": (0, 1),
     }
 
@@ -88,12 +85,6 @@ def allowed(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> str |
         return f"{e.stages} stages of {e.stage_bytes} bytes exceed a multiprocessor's shared memory"
     if e.stored_bytes > e.stages * e.stage_bytes:
         return f"{e.stages} stages of {e.stage_bytes} bytes have no room for a tile of y, of {e.stored_bytes}"
-    if e.producers > e.stages:  # one would wait for a stage's phase before last, which has the same parity
-        return f"{e.producers} producer warps are more than {e.stages} stages"
-    if e.rows % (8 * e.cluster):
-        return f"blocks of {e.rows} rows are not of whole groups of eight for each of {e.cluster} thread blocks"
-    if e.cluster > 1 and problem.m <= e.tile_m:
-        return f"m={problem.m} is no more than {e.tile_m} rows, so that a cluster's second thread block has none"
     if e.stages > 2 and e.stages * e.panel > 2 * max(problem.k, e.panel):
         return f"{e.stages} stages of {e.panel} columns are twice a row of k={problem.k}"
     return None
@@ -118,13 +109,13 @@ def default(problem: BsrMatmul, machine: Machine) -> Decisions:
         points = (dict(zip(among, choices, strict=True)) for choices in itertools.product(*among.values()))
         return max(points, key=lambda point: preference(problem, machine, point))
 
-    found = []
+    found: list[Decisions] = []
     table = {**table, "overlap": table["overlap"][-1:]}
-    for tile_m, tile_n, producers, cluster in USUAL_TILES[rows >= WIDE]:
-        if tile_m in table["tile_m"]:
+    for tile_m, tile_n, producers in USUAL_TILES[rows >= WIDE]:
+        if tile_m in table["tile_m"] and (tile_n >= rows or not found):
             tile = {"tile_m": (tile_m,), "tile_n": (max(tile_n // rows, 1) * rows,)}
-            found.append(preferred({**table, **tile, "producers": (producers,), "cluster": (cluster,)}))
-    table = {**table, "producers": PRODUCERS[:1], "cluster": CLUSTER[:1]}
+            found.append(preferred({**table, **tile, "producers": (producers,)}))
+    table = {**table, "producers": PRODUCERS[:1]}
     found = [point for point in found if allowed(problem, machine, point) is None] or [preferred(table)]
     return min(found, key=lambda point: estimate(problem, machine, Extents.of(problem, point)))
 
@@ -166,7 +157,7 @@ def estimate(problem: BsrMatmul, machine: Machine, e: Extents) -> float:
         return (1 - (1 - density) ** (e.beside * e.rows_each)) * e.k / e.panel
 
     def brought(density: float) -> float:
-        return panels(density) * e.x_bytes + density * e.tile_n * e.k * 2 / e.cluster
+        return panels(density) * e.x_bytes + density * e.tile_n * e.k * 2
 
     def alone(density: float) -> float:
         copies = panels(density) + density * e.rows_each * e.k / e.width
@@ -217,7 +208,6 @@ class Extents(OfMatrix):
     panel: int
     stages: int
     producers: int
-    cluster: int
     overlap: int
 
     # Warpgroups that multiply.
