@@ -104,9 +104,9 @@ def lost_at_a_tenth() -> dict[str, float]:
 def translation_findings() -> str:
     [torch], [exact] = (decoded(name) for name in (TORCH, EXACT))
     parts = [
-        f"**The exact head** makes a step {times_as(over(exact, TORCH))} times as fast as PyTorch's product,"
-        f" log-softmax and top-k, and loses {losing(exact)}: its share of a step is {percent(value(exact, 'head_share'))}, theirs"
-        f" {percent(value(torch, 'head_share'))}."
+        f"**The exact head** makes a step {times_as(over(exact, TORCH))} times as fast as PyTorch's product, "
+        f"log-softmax and top-k, and loses {losing(exact)}: its share of a step is"
+        f" {percent(value(exact, 'head_share'))}, theirs {percent(value(torch, 'head_share'))}."
     ]
     lists = [name for name in LISTS if decoded(name)]
     if lists:
