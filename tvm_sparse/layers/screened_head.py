@@ -94,7 +94,7 @@ class ScreenedHead:
     Notes
     -----
     `topk` takes the exact head for more than 16 rows, k above 256, and on a GPU where no kernel reads eight bits: below
-    compute capability 9.0, in float32, or for more than 5,120 columns.
+    compute capability 9.0, in float32, or for more columns than `head_topk` reads in eight bits.
 
     When not to use it: if all probabilities are needed to float32's accuracy; if the results of `head_topk` with a
     quantised embedding are good enough (`quantize_embedding`), which needs no embedding in 16 bits.

@@ -91,13 +91,15 @@ def default(problem: OutputLayer, machine: Machine) -> Decisions:
 
 
 def declines(problem: OutputLayer, machine: Machine) -> bool:
-    """Whether another template is likely to be faster."""
-    return next(likely_points(problem, machine, space(problem, machine)), None) is None
+    """Whether another template is likely to be faster: with tensor cores none but this reads eight bits."""
+    return not stored_of(problem) and next(likely_points(problem, machine, space(problem, machine)), None) is None
 
 
 def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Iterator[Decisions]:
     """Points of a table that are likely to be the best of all templates', the best first."""
     rows, halves = lists_of(problem)[1], numpy_dtype(problem.dtype).itemsize == 2
+    if stored_of(problem):
+        rows = min(rows, 16)  # at a time
     row, large = problem.hidden * word_size(problem), is_large(problem)
     wide, aligned = row > WIDE, row % STEP == 0
     if rows > 16 or not large and (wide or word_bytes(problem) < MEDIUM):
