@@ -25,7 +25,7 @@ import quick_build_worker
 from turns import once
 
 from tvm_sparse.artifacts.compile import Compiled, compile_candidate, target_of
-from tvm_sparse.core import registry, spaces
+from tvm_sparse.core import registry, scratch, spaces
 from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.machine import Machine, cpu, default_builders
 from tvm_sparse.core.problem import Problem, Settings
@@ -285,6 +285,22 @@ def built(problem: Problem, candidate: Candidate, gpu: Machine, path: Path) -> C
     written.write_text(json.dumps(dataclasses.asdict(compiled)))
     written.replace(facts)
     return compiled
+
+
+def on_cpu(module: Any) -> Any:
+    """The function `main` of a module on the CPU, not optimised: of a library that an earlier run has kept, or compiled
+    now."""
+    import tvm
+
+    target = tvm.target.Target({"kind": "llvm", "opt-level": 0})
+    if not (folder := os.environ.get(quick_build_worker.KEPT)):
+        return tvm.compile(module, target=target)["main"]
+    kept = Path(folder) / quick_build_worker.name_of(module, target, "default")
+    if not kept.exists():
+        with scratch.written(kept) as unfinished:
+            tvm.compile(module, target=target).export_library(str(unfinished))
+    os.utime(kept)
+    return tvm.runtime.load_module(str(kept))["main"]
 
 
 def use_dispatcher(patch: pytest.MonkeyPatch, own: Dispatcher) -> None:

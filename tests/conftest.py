@@ -30,6 +30,7 @@ import quick_build_worker
 from turns import turn
 
 from tvm_sparse.core import machine
+from tvm_sparse.workers import building
 
 # Idle threads of the CPU kernels, of PyTorch (OpenMP) and of NumPy (OpenBLAS, in powers of two of cycles) would spin
 # beside the other tests, and so would those that wait for one without a core; child processes inherit it.
@@ -151,6 +152,18 @@ def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         folder = tmp_path_factory.mktemp("children")
         patch.setenv("PYTHONPATH", core_only.environment(folder, absent=())["PYTHONPATH"])
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kept_libraries(children: None) -> Iterator[None]:
+    """First calls copy the CPU's libraries of programs that an earlier run had too; where a GPU is, its are built."""
+    if machine.gpu():
+        yield
+        return
+    worker = (sys.executable, quick_build_worker.__file__, quick_build_worker.OPTIMISED)
+    with pytest.MonkeyPatch.context() as patch, contextlib.closing(building.Kept(argv=worker)) as kept:
+        patch.setattr(building, "kept", kept)
         yield
 
 

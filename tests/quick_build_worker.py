@@ -52,21 +52,27 @@ class Compiled:
         self.mod = module
 
 
-def keep_libraries(folder: Path) -> None:
+def name_of(program: Any, target: Any, pipeline: str) -> str:
+    """The file name of a library: of all that it is made of."""
+    # What else it depends on: versions of the compiler, and how it is linked.
+    parts = [program.script(show_meta=True), str(target), pipeline, str(sorted(manifest.versions().items()))]
+    parts.append(Path(compile.__file__).read_text())
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest() + ".so"
+
+
+def compiling_once(folder: Path) -> Any:
+    """What takes the place of `tvm.compile` for one library at a time."""
     import tvm
 
     compiled = tvm.compile
 
     def compile_once(program: Any, *, target: Any, tir_pipeline: str) -> Any:
-        # What else a library depends on: versions of the compiler, and how it is linked.
-        parts = [program.script(show_meta=True), str(target), tir_pipeline, str(sorted(manifest.versions().items()))]
-        parts.append(Path(compile.__file__).read_text())
-        name = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-        return Compiled(
-            Module(program, folder / f"{name}.so", lambda: compiled(program, target=target, tir_pipeline=tir_pipeline))
-        )
+        def made() -> Any:
+            return compiled(program, target=target, tir_pipeline=tir_pipeline)
 
-    tvm.compile = compile_once
+        return Compiled(Module(program, folder / name_of(program, target, tir_pipeline), made))
+
+    return compile_once
 
 
 if __name__ == "__main__":
@@ -74,5 +80,7 @@ if __name__ == "__main__":
         compile.target_of = target_of
     with without("torch", "tvm.runtime.disco"):
         if folder := os.environ.get(KEPT):
-            keep_libraries(Path(folder))
+            import tvm
+
+            tvm.compile = compiling_once(Path(folder))
         serve(building.handle)

@@ -235,7 +235,7 @@ def test_decisions_of_the_nearest_architecture_are_borrowed(tmp_path: Path, capl
 
 
 def test_borrowed_decisions_leave_out_what_a_machine_lacks(tmp_path: Path) -> None:
-    problem = parse("bsr_matmul/m=8,k=1024,n=1024,block=16,sparsity=0.85")
+    problem = parse("bsr_matmul/m=64,k=1024,n=1024,block=16,sparsity=0.85")
     default = spaces.fallback(problem, machine.resolve("sm_90a"))
     tuned = dataclasses.replace(default, decisions=tuple((default.values | {"depth": 2}).items()))
     assert tuned != default and tuned.values["overlap"] == 1

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.stats
-import tvm
-from cases import MACHINES, SM90, built, calls_run, own_on_host, sampled, thorough
+from cases import MACHINES, SM90, built, calls_run, on_cpu, own_on_host, sampled, thorough
 
 import tvm_sparse
 from tvm_sparse.artifacts.compile import target_of
@@ -504,7 +503,7 @@ def test_a_search_of_the_whole_row_is_the_inverse_of_its_distribution() -> None:
     """Of few distinct values, of which each is many words': nothing but the search tells equals apart."""
     problem = SoftmaxSample(200, 777, 4, "bfloat16", whole=1)
     template, here = spaces.find("sample_scan"), MACHINES["llvm"]
-    built = tvm.compile(template.build(problem, template.default(problem, here)).module, target="llvm")["main"]
+    built = on_cpu(template.build(problem, template.default(problem, here)).module)
     for seed, settings in enumerate(problem.settings):
         inputs = problem.generate(seed, "ties", settings)
         inputs[-1] = np.linspace(0, 1, 200, dtype=np.float32)
@@ -595,7 +594,7 @@ def runner(problem: SoftmaxSample, candidate: Candidate) -> Callable[[Sequence[A
     """(inputs, seed) -> outputs of a candidate's program, a CUDA one thread by thread."""
     program = spaces.find(candidate.template).build(problem, candidate.values)
     if spaces.find(candidate.template).kind == "llvm":
-        function = tvm.compile(program.module, target="llvm")["main"]
+        function = on_cpu(program.module)
 
     def run(inputs: Sequence[Any], seed: int) -> list[np.ndarray]:
         outputs = problem.empty_outputs()

@@ -8,12 +8,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import quick_build_worker
 import tvm
 import tvm_ffi
 from cases import (
@@ -25,6 +27,7 @@ from cases import (
     cases,
     combinations,
     of_each_choice,
+    on_cpu,
     sampled,
     settings_of,
     thorough,
@@ -254,9 +257,11 @@ def cpu_points() -> list[Any]:
 @pytest.mark.drawn
 @pytest.mark.parametrize(("template", "problem", "others"), cpu_points(), ids=case_id)
 def test_cpu_candidates_for_every_structure_batch_and_alignment(
-    template: Template, problem: Problem, others: bool, tmp_path: Path
+    template: Template, problem: Problem, others: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = MACHINES["llvm"]
+    if folder := os.environ.get(quick_build_worker.KEPT):
+        monkeypatch.setattr(tvm, "compile", quick_build_worker.compiling_once(Path(folder)))
     chosen = sampled(template, problem, machine, int(others))
     for number, candidate in enumerate(chosen[1:] if others else chosen):
         compiled = compile_candidate(problem, candidate, machine, tmp_path / f"{number}.so")
@@ -299,7 +304,7 @@ def test_long_rows_are_not_added_up_one_by_one(name: str, key: str, decisions: d
 
 def on_loops(module: tvm.IRModule) -> Callable[[Sequence[Any]], None]:
     # What a schedule means does not depend on how well it is compiled.
-    function = tvm.compile(serialise(module), target=tvm.target.Target({"kind": "llvm", "opt-level": 0}))["main"]
+    function = on_cpu(serialise(module))
 
     def call(arguments: Sequence[Any]) -> None:
         tensors = [tvm.runtime.tensor(a) if isinstance(a, np.ndarray) else a for a in arguments]

@@ -17,7 +17,6 @@ from ..operators.bsr_matmul.torch_op import (
     Known,
     Trained,
     Turned,
-    by_rows,
     dense_matrix,
     dense_product,
     distinct_rows,
@@ -292,12 +291,9 @@ class BsrLinear(torch.nn.Module):
         elif not self._in_graph(x, data, bias):
             weight, kept = self._eager(data, self.bias)
             bias = kept if bias is self.bias else bias.detach()
-            options = {
-                "bias": bias,
-                "activation": self.activation,
-                "dense": self._dense if weight.constant else None,
-            }
-            return by_rows(lambda rows: bsr_matmul(rows, weight, **options), x, self._padded[1])
+            return bsr_matmul(
+                x, weight, bias=bias, activation=self.activation, dense=self._dense if weight.constant else None
+            )
         if self._trains_dense(x, data):
             high = self._block_rows() if unseen(x, data, bias) else None
             return dense_product(x, (data, self.indices, self.indptr), bias, self.activation, high=high)

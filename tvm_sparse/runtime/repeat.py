@@ -199,6 +199,18 @@ def _again(launchers: dict[Any, Any], what: Any, arguments: tuple[Any, ...], out
     return out if out is not None else outputs[0] if found.single else outputs
 
 
+def again_by_rows(launchers: dict[Any, Any], what: Any, arguments: tuple[Any, ...], out: Any) -> Any:
+    """As `again`, for a function of one output whose first argument `(..., k)` may have any number of dimensions: with
+    three and more its rows are those of a call with two.
+    """
+    found = again(launchers, what, arguments, out)
+    x = arguments[0]
+    if found is not None or out is not None or getattr(x, "ndim", 0) < 3 or not arrays.is_torch(x) or not is_plain(x):
+        return found
+    found = again(launchers, what, (x.flatten(0, -2), *arguments[1:]), None)
+    return None if found is None else found.view(*x.shape[:-1], found.shape[-1])
+
+
 def _recalled(launchers: dict[Any, Any], name: str, args: tuple[Any, ...]) -> Any:
     """Repeat a call of the operator `name` that `remember_operator` stored, and return its outputs; None if there is
     none.

@@ -184,11 +184,11 @@ def allowed(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> str |
 
 def declines(problem: BsrMatmul, machine: Machine) -> bool:
     """Whether `default` leaves the problem to another template: a block has fewer elements than a warp has lanes, so
-    that a thread block computes few outputs, and there are more than a wave of them. Blocks of 4x4 took 1.7 times as
-    long as in `warp_shuffle` on an H200 (`scripts/regret.py`, seed 10); 32 long block rows 0.36 times as long.
+    that a thread block computes few outputs. Blocks of 4x4 took 1.7 times as long as in `warp_shuffle` on an H200
+    (`scripts/regret.py`, seed 10), but 32 long block rows, each with a multiprocessor, 0.36 times as long.
     """
     rows, cols = problem.block_shape
-    return rows * cols < WARP and problem.grid[0] * ceildiv(problem.m, TILE_M[-1]) > machine.cores
+    return rows * cols < WARP and wanted(problem, machine, TILE_M[-1]) < THREADS[-1]
 
 
 def default(problem: BsrMatmul, machine: Machine) -> Decisions:

@@ -132,7 +132,7 @@ def bsr_matmul(
     torch = sys.modules.get("torch")
     launchers = weight.launchers.of(dispatcher.launchers)
     what = asked(activation, dense)
-    found = repeat.again(launchers, what, (x, *weight.arguments, bias), out)
+    found = repeat.again_by_rows(launchers, what, (x, *weight.arguments, bias), out)
     if found is not None:
         return found
 

@@ -26,7 +26,6 @@ __all__ = [
     "Trained",
     "Turned",
     "bsr_matmul",
-    "by_rows",
     "dense_matrix",
     "dense_product",
     "distinct_rows",
@@ -227,7 +226,7 @@ class Trained(torch.autograd.Function):
         def of_rows(rows: Any) -> Any:
             return product(rows, parts, known.order, known.structure, **options)
 
-        return by_rows(of_rows, x, Structure.unpacked(known.structure).columns)
+        return _by_rows(of_rows, x, Structure.unpacked(known.structure).columns)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -240,7 +239,7 @@ class Trained(torch.autograd.Function):
         return None if of_x is None else of_x.view(shape), *others, None, None
 
 
-def by_rows(call: Callable[[Any], Any], x: Any, columns: int) -> Any:
+def _by_rows(call: Callable[[Any], Any], x: Any, columns: int) -> Any:
     """A product with x `(..., columns)`, as one of its rows: eager calls with two dimensions are repeated quickly."""
     if x.dim() < 3 or x.shape[-1] != columns:  # the call refuses another number of columns
         return call(x)

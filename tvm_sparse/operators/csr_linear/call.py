@@ -104,7 +104,7 @@ def csr_linear(x: Any, weight: Any, *, out: Any = None, validate: bool = False, 
         if validate:
             weight.validate()
         launchers = weight.launchers.of(dispatcher.launchers)
-        found = repeat.again(launchers, what, (x, *weight.arguments), out)
+        found = repeat.again_by_rows(launchers, what, (x, *weight.arguments), out)
         if found is not None:
             return found
     if custom.transformed(x, *_arrays_of(weight), differentiable=True):
