@@ -23,8 +23,8 @@ TILE_N = (64, 96, 128, 160, 192, 256)
 # Columns of a step, as bytes of a row in shared memory: those that have a swizzle.
 PANEL = (16, 32, 64)
 STAGES = (2, 3, 4, 6, 8, 12)
-# Warps that bring panels. With more than there are stages, one would take a stage's phase before last, which has the same
-# parity, for the last.
+# Warps that bring panels. If they were more than the stages, one would take a stage's phase before last, which has the
+# same parity, for the last.
 PRODUCERS = (1, 2)
 # Rows of x from which on the template is offered.
 LEAST_M = 33
@@ -48,8 +48,8 @@ RESERVED = 1024
 L2_BYTES, STORED_BYTES, CLOCKS = 68e3, 21e3, 1700
 ON_ITS_WAY, OF_COPY, LAUNCH, BEGIN, FULLEST = 0.8, 0.1, 3.8, 2.3, 1.5
 # Tiles of the default, rows of x by those of the weight, with producer warps, for blocks of fewer rows than `WIDE` and
-# for others; and stages below which two thread blocks of a multiprocessor wait for memory: where all panels have a block
-# of each block row, and where there are several block rows.
+# for others; and stages below which two thread blocks of a multiprocessor wait for memory: where all panels have a
+# block of each block row, and where there are several block rows.
 WIDE, NARROW, FEWEST_STAGES = 64, 32, (4, 3)
 USUAL_TILES = (((64, 64, 2), (192, 64, 2)), ((64, 64, 2), (128, 128, 1), (128, 64, 2)))
 
