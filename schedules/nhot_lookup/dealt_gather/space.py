@@ -12,7 +12,7 @@ from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 
 from ..gathering import gathered
 from ..vectors import WIDEST, load_widths
-from ..warp_gather.space import waits
+from ..warp_gather.space import narrow_loads, waits
 
 # Thread blocks per multiprocessor, at the problem's number of rows.
 BLOCKS_EACH = (1, 2, 3, 4, 5, 6, 8, 12, 16)
@@ -162,7 +162,7 @@ def default(problem: NhotLookup, machine: Machine) -> Decisions:
 
 
 def declines(problem: NhotLookup, machine: Machine) -> bool:
-    return waits(problem, machine)
+    return waits(problem, machine) or narrow_loads(problem, machine)
 
 
 def launch(problem: NhotLookup, decisions: Decisions) -> Launch:

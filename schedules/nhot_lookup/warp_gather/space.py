@@ -26,6 +26,8 @@ LONG_ROW, MAX_ROUNDS = 512, 32
 # than thread blocks that the multiprocessors hold at once: 6,597 rows of 1,426 columns, in loads of 8 bytes, took half
 # as long on an H200 (`scripts/regret.py`).
 FEW_BYTES, FEW_BYTES_TILES, RESIDENT_BLOCKS = 64, 4, 32
+# Loads of table rows that a lane has in flight by default, at most, unless a row is long.
+MOST_USUAL = 8
 # Entries of a short row, and warps of a multiprocessor that all wait for memory at the same time.
 SHORT_ROW, WAITING_WARPS = 10, 8
 
@@ -144,6 +146,18 @@ def waits(problem: NhotLookup, machine: Machine) -> bool:
     return machine.cores <= problem.rows * ceildiv(problem.width, columns) <= WAITING_WARPS * machine.cores
 
 
+def narrow_loads(problem: NhotLookup, machine: Machine) -> bool:
+    """Whether lanes load 2 bytes at a time, of rows of few entries, and thread blocks have several tiles: 280 rows of
+    five entries, 2029 columns wide in float16, took 5.0 us on an H200, and 7.8 us in `dealt_gather`; 1019 of ten
+    entries, 297 wide, 1.3 times as long as there.
+    """
+    if problem.nonzeros > MOST_USUAL:
+        return False
+    vec = load_widths(problem)[0]
+    tiles = problem.bags * ceildiv(problem.width, vec * WARP)
+    return vec * numpy_dtype(problem.dtype).itemsize < 4 and tiles > RESIDENT_BLOCKS * machine.cores
+
+
 def default(problem: NhotLookup, machine: Machine) -> Decisions:
     """As many loads at once as a row has entries, up to 8 in a lane; for rows so long that these would wait for memory
     more loads, or narrower tiles. Where a lane has few bytes in flight, thread blocks of several tiles: of thread
@@ -154,7 +168,7 @@ def default(problem: NhotLookup, machine: Machine) -> Decisions:
     points = []
     for lanes in sorted((n for n in LANES if n <= widest), reverse=True):
         each = ceildiv(problem.nonzeros, WARP // lanes)
-        usual = max(n for n in LOADS if n <= min(each, 8, lanes))
+        usual = max(n for n in LOADS if n <= min(each, MOST_USUAL, lanes))
         points += [
             {"column_lanes": lanes, "vec": vec, "loads": loads, "tiles": 1, "overlap": 0, "prefetch": 0}
             for loads in (usual, *LOADS[LOADS.index(usual) + 1 :])
