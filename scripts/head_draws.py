@@ -93,7 +93,7 @@ def main(
         where = machine_here(target, "comparing")
         if where.kind != "cuda":
             fail("target: needs a GPU")
-        report, lines = Report(csv_path, provenance(where), COLUMNS), []
+        report, lines = Report(csv_path, provenance(where, rounds=rounds), COLUMNS), []
         for text in shape or SHAPES:
             rows, vocab, hidden = map(int, text.split(",")[:3])
             dtype = text.split(",")[3]

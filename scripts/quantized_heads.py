@@ -79,7 +79,7 @@ def main(
         where = machine_here(target, "comparing")
         if where.kind != "cuda":
             fail("target: needs a GPU")
-        report, lines = Report(csv_path, provenance(where), COLUMNS), []
+        report, lines = Report(csv_path, provenance(where, rounds=rounds), COLUMNS), []
         generator = torch.Generator(where.device).manual_seed(seed)
         for text in shape or SHAPES:
             vocab, hidden = map(int, text.split(","))

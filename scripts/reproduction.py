@@ -18,8 +18,8 @@ from tvm_sparse.records.values import utc_now
 RESULTS = Path(__file__).parent / "results"
 
 
-def provenance(where: Machine, *, rotated: bool = False, cold: bool = False) -> dict[str, str]:
-    """Device, date, versions, and method of timing, which are needed to interpret any figure."""
+def provenance(where: Machine, *, rotated: bool = False, cold: bool = False, rounds: int = 30) -> dict[str, str]:
+    """Device, date, versions, and method of timing, which are needed to interpret any figure. `rounds`: on a GPU."""
     inputs = "inputs rotated past the L2 cache" if rotated else "inputs not rotated (hot)"
     if cold:
         inputs = "inputs not rotated (from memory: another kernel uses the L2 cache in between)"
@@ -37,7 +37,7 @@ def provenance(where: Machine, *, rotated: bool = False, cold: bool = False) -> 
         import torch
 
         facts["torch_cuda"] = str(torch.version.cuda)
-        facts["timing"] = f"CUDA graphs of 10-50 calls, events, median of 30 rounds in turn; {inputs}"
+        facts["timing"] = f"CUDA graphs of 10-50 calls, events, median of {rounds} rounds in turn; {inputs}"
     else:
         facts["timing"] = f"calls from Python, median of 15 rounds in turn; {inputs}"
     return facts

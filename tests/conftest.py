@@ -1,5 +1,5 @@
-"""What all tests share: Ctrl-C works; GPU tests run one at a time, and where there is no GPU are skipped; what another
-test is almost sure to catch too is run only by `pytest --thorough`.
+"""What all tests share: Ctrl-C works; GPU tests run one at a time, and where there is no GPU are skipped, or left out
+of a run of all tests; what another test is almost sure to catch too is run only by `pytest --thorough`.
 
 A run of all tests draws half of the cases of each test marked as `drawn`, by a seed that it prints at its end: emulated
 kernels and calls take most of the time, and the next run has others. A run that names files or tests has all of their
@@ -76,6 +76,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if seed := os.environ.get(DRAW):
         terminalreporter.write_line(f"Half of the cases of some tests were drawn: --draw {seed} draws them again.")
+        if not machine.gpu():
+            terminalreporter.write_line("Tests that need a CUDA GPU were left out: the driver finds none.")
 
 
 def drawn(items: list[pytest.Item], seed: str) -> list[pytest.Item]:
@@ -97,7 +99,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
     if seed := os.environ.get(DRAW):
-        kept = drawn(items, seed)
+        # To skip two thousand tests one by one takes seconds.
+        runnable = [item for item in items if machine.gpu() or not item.get_closest_marker("gpu")]
+        kept = drawn(runnable, seed)
         config.hook.pytest_deselected(items=list(set(items) - set(kept)))
         items[:] = kept
     absent = pytest.mark.skip(reason="needs a CUDA GPU, and the driver finds none")

@@ -12,7 +12,7 @@ from .recurrent import LAYER, LAYER_PRODUCT, MODULE, ZHU_FIGURES, ZHU_TABLE1, ZH
 from .register import part
 from .results import Times, best, results, where
 from .text import percent, span, table, times_as, us
-from .translation import DECODE, PRUNE, chosen_lsh, losing, lost_at_a_tenth, over_exact
+from .translation import DECODE, PRUNE, TORCH, chosen_lsh, losing, lost_at_a_tenth, over, over_exact
 
 SOFTMAX, SOFTMAX_CPU, LOOKUPS, TOP_N, TILES = (
     "milakov-gimelshein-h200", "milakov-gimelshein-x86-64-v4", "argueta-chiang-table1-h200",
@@ -143,7 +143,7 @@ def shi_claims() -> list[list[str]]:
     chosen = chosen_lsh()
     translated = "not measured"
     if chosen is not None:
-        gain = times_as(float(chosen["over_torch"]))
+        gain = times_as(over(chosen, TORCH))
         translated = f"no: {gain} with {losing(chosen)} lost, {over_exact(chosen):.2f} over our exact head"
     return [
         ["table 1", "LSH makes softmax and top-n 3.2 times as fast, the decoder's step 2.25",

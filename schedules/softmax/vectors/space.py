@@ -26,6 +26,9 @@ PAIRS = 5 * 1024
 # Vectors of a row that a warp takes alone by default, where there are more rows than multiprocessors, and where there
 # are not; rows of up to the first number then have thread blocks of FEW_ROWS threads.
 WARP_ROW, WARP_ROW_ALONE, FEW_ROWS = 512, 128, 128
+# The fewest bytes of a row of 16 bits that has a thread block of one warp by default: an H200 starts some 1.6 of these
+# in a nanosecond, in which it reads and writes rows of 1.4 KB each.
+ROW_ALONE = 1536
 # Threads of a block by default, where a row has one and there are more rows than multiprocessors: the smallest of these
 # numbers that leaves a thread at most CROWDED_EACH vectors.
 CROWDED, CROWDED_EACH = (192, 256, 384), 4
@@ -130,10 +133,11 @@ def _idle(ext: Extents) -> str | None:
 
 def held_default(problem: RowProblem, machine: Machine) -> Decisions:
     """A warp a row if it is short, else a block of few threads with at most `HELD_EACH` vectors each, in clusters where
-    multiprocessors would be idle. Of 16 bits a block has one row: 11,965 of 908 elements took 0.82 times as long so as
-    in blocks of four.
+    multiprocessors would be idle. Of 16 bits a block has one row of at least `ROW_ALONE` bytes: on an H200 11,965 rows
+    of 908 elements took 0.82 times as long so as in blocks of four, but 65,536 of 512 elements 1.3 times.
     """
-    rows_of = (1, 4) if numpy_dtype(problem.dtype).itemsize == 2 else (4, 1)
+    one = numpy_dtype(problem.dtype).itemsize == 2 and problem.vocab * 2 >= ROW_ALONE
+    rows_of = (1, 4) if one else (4, 1)
     wanted = [{"threads": 32, "cluster": 1, "rows": rows} for rows in rows_of if _for_a_warp(problem, machine)]
     wanted += [{"threads": FEW_ROWS, "cluster": 1, "rows": 1}] if _short(problem) else []
     wanted += [
