@@ -97,7 +97,6 @@ def check_sequence(name: str, variant: Variant, device: str = "cpu") -> None:
             call.check(call())
 
 
-@pytest.mark.drawn
 @pytest.mark.parametrize(("name", "variant"), EACH, ids=IDS)
 def test_a_form(name: str, variant: Variant) -> None:
     check_sequence(name, variant)
