@@ -449,6 +449,6 @@ def test_shared_memory_is_what_the_kernel_allocates() -> None:
     e = TensorExtents.of(problem, chosen)
     parts = e.warps_m * e.reduce_warps * e.tile_m * e.pitch
     assert shared_bytes(chosen) == 4 * (parts + (e.cluster - 1) * e.warps_m * e.pairs * 2)
-    s = StagedExtents.of(problem, point("staged_x", problem, cluster=2))
+    s = StagedExtents.of(problem, point("staged_x", problem, threads=128, cluster=2))
     assert s.sets <= s.groups and numpy_dtype(s.dtype).itemsize == s.itemsize
     assert s.shared_bytes >= s.chunk * (s.tile_m + 1) * s.cols * s.itemsize + (s.sets + s.cluster - 1) * s.outputs * 4

@@ -66,7 +66,7 @@ def handle(request):
         case "abort": print("last words"); os.abort()
         case "segfault": ctypes.string_at(0)
         case "kill": os.kill(os.getpid(), signal.SIGKILL)
-        case "close": os.closerange(3, 256); time.sleep(60)
+        case "close": os.closerange(3, 65536); time.sleep(60)
         case "garble": os.write(request["fd"], b"[]\\n"); time.sleep(60)
         case "flood":
             while True: os.write(request["fd"], b"x" * 65536)

@@ -278,7 +278,18 @@ def test_what_is_loaded_cannot_be_changed_any_more() -> None:
         shared, writable = 1, 2 | 1  # MAP_SHARED, PROT_READ | PROT_WRITE
         assert libc.mmap(None, 1000, writable, shared, number, 0) == ctypes.c_void_p(-1).value
         assert Path(place).read_bytes() == content
-    os.close(number)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(number)
+
+
+def test_loaded_libraries_keep_no_descriptor_and_have_names_of_their_own() -> None:
+    """A process may load more libraries than it may open files, and the loader takes equal names for one library."""
+    places = []
+    for content in (b"one", b"other", b"third"):
+        with trust.loadable("library.so", content) as place:
+            assert Path(place).read_bytes() == content
+            places.append(place)
+    assert len({place.rpartition("/")[2] for place in places}) == 1 and len(set(places)) == 3
 
 
 def test_without_sealed_memory_what_is_loaded_is_a_private_copy(monkeypatch: pytest.MonkeyPatch) -> None:

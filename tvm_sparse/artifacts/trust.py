@@ -15,6 +15,7 @@ import errno
 import fcntl
 import functools
 import grp
+import itertools
 import os
 import pwd
 import stat
@@ -34,6 +35,8 @@ _ACL, _NFS_ACL = "system.posix_acl_access", "system.nfs4_acl"
 _ACL_HEAD, _ACL_VERSION, _ACL_ENTRY = struct.Struct("<I"), 2, struct.Struct("<HHI")
 _OWNER, _USER, _OWNING_GROUP, _GROUP, _MASK, _OTHERS = 0x01, 0x02, 0x04, 0x08, 0x10, 0x20
 _MAY_WRITE = 0o2
+# Numbers of loaded libraries.
+_LOADED = itertools.count(1)
 
 
 class Refused(PermissionError):
@@ -102,9 +105,13 @@ def loadable(name: str, content: bytes) -> Iterator[str]:
     seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     # Other processes of this user can open this one's descriptors: from here on nobody can change these bytes.
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
-    # The descriptor stays open with the library: the loader identifies libraries by name, and would take another file
-    # with this descriptor's number for this one.
-    yield f"/proc/self/fd/{file}"
+    try:
+        # The loader identifies libraries by name, and the number of a closed descriptor is given again: so each name is
+        # spelt in a way of its own, by the digits of a number.
+        spelling = "".join("./" if digit == "0" else ".//" for digit in f"{next(_LOADED):b}")
+        yield f"/proc/self/fd/{spelling}{file}"
+    finally:
+        os.close(file)
 
 
 def _check(path: Path, found: os.stat_result, opened: int | Path) -> None:
