@@ -687,6 +687,25 @@ def test_a_bracket_finds_the_bound_of_top_p(dtype: str, monkeypatch: pytest.Monk
     problem.check(inputs, problem.reference(inputs), outputs)
 
 
+def test_words_far_above_a_thread_blocks_first_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are counted in its first bin, though they have more mass: nothing is known of that bin and larger ones. The
+    search of the whole row, which stands behind lists, finds nothing here.
+    """
+    for name in ("locate", "narrow"):
+        monkeypatch.setattr(crew, name, lambda *_: lambda *_: None)
+    problem = parse("softmax_sample/batch=12,vocab=2053,k=1,per_row=1,whole=1")
+    rng = np.random.default_rng(5)
+    logits = rng.standard_normal((12, problem.vocab)).astype(np.float32)
+    logits[:, 5] = 10  # so that bins of the first thread block begin higher
+    logits[:4, 1000] = 16
+    logits[4:, 1440:1520:2] += 9  # most of the mass, in the second one; a warp's first tile ends before
+    top_p = np.tile(np.float32([0.05, 0.3, 0.5, 0.9]), 3)
+    ones = np.ones(12, np.float32)
+    inputs = [logits, ones, np.zeros(12, np.int32), top_p, 0 * ones, rng.random(12, dtype=np.float32)]
+    outputs = runner(problem, spaces.find("sample_slices").candidate({**SLICES, "tickets": 2}))(inputs, 5)
+    problem.check(inputs, problem.reference(inputs), outputs)
+
+
 @pytest.mark.parametrize("whose", ["a row's", thorough("a thread's")])
 def test_rows_with_too_long_lists_are_searched(whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists of a row, of one thread block or of a thread are too long; other rows are drawn from their lists."""
