@@ -10,17 +10,16 @@ timed where `flashinfer` can be imported. The embedding is promised to be consta
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from heads import Call, Check, Report, micro, over, show, timed
+from heads import Call, Check, CsvFile, Report, Rounds, Seed, gpu_here, micro, over, show, timed
 from heads import draw as drawn
 from reproduction import provenance
 
 import tvm_sparse
-from tvm_sparse.cli.common import Target, errors, fail, machine_here
+from tvm_sparse.cli.common import Target, errors
 from tvm_sparse.core.problem import Mismatch
 
 # rows, vocab, hidden, dtype
@@ -84,15 +83,13 @@ def contenders(states: torch.Tensor, embedding: torch.Tensor) -> tuple[dict[str,
 def main(
     target: Target = "auto",
     shape: Annotated[list[str] | None, typer.Option(help="Only these rows,vocab,hidden,dtype.")] = None,
-    csv_path: Annotated[Path | None, typer.Option("--csv", help="File to write.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="In which calls take turns.")] = 9,
-    seed: Annotated[int, typer.Option(help="Of states and embeddings.")] = 0,
+    csv_path: CsvFile = None,
+    rounds: Rounds = 9,
+    seed: Seed = 0,
 ) -> None:
     """Time draws from a head and their peers."""
     with errors():
-        where = machine_here(target, "comparing")
-        if where.kind != "cuda":
-            fail("target: needs a GPU")
+        where = gpu_here(target)
         report, lines = Report(csv_path, provenance(where, rounds=rounds), COLUMNS), []
         for text in shape or SHAPES:
             rows, vocab, hidden = map(int, text.split(",")[:3])

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from reproduction import write_csv
 
 import tvm_sparse
 from tvm_sparse.bench.timing import ROUNDS, Times, time_cpu, time_cuda
-from tvm_sparse.cli.common import console, table, us
+from tvm_sparse.cli.common import console, fail, machine_here, table, us
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import Mismatch, Problem
 from tvm_sparse.core.registry import make
@@ -30,6 +30,11 @@ from tvm_sparse.formats import wta
 from tvm_sparse.formats.bitmap import pack_bits
 from tvm_sparse.operators.head_topk.call import KERNEL, way
 from tvm_sparse.runtime import arrays
+
+# Options of commands that compare heads on a GPU.
+CsvFile = Annotated[Path | None, typer.Option("--csv", help="File to write.")]
+Rounds = Annotated[int, typer.Option(min=1, help="In which calls take turns.")]
+Seed = Annotated[int, typer.Option(help="Of states and embeddings.")]
 
 Call = Callable[[], Any]
 Check = Callable[[Any], None]
@@ -52,6 +57,14 @@ class Timed:
     seconds: float | None
     how: str = ""
     note: str = ""
+
+
+def gpu_here(target: str) -> Machine:
+    """The GPU that `--target` names, of this machine."""
+    where = machine_here(target, "comparing")
+    if where.kind != "cuda":
+        fail("target: needs a GPU")
+    return where
 
 
 def draw(

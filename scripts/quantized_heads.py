@@ -10,16 +10,15 @@ Embeddings and states are random, in bfloat16, with the promise that embeddings 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from heads import Call, Check, Report, micro, over, show, timed
+from heads import Call, Check, CsvFile, Report, Rounds, Seed, gpu_here, micro, over, show, timed
 from reproduction import provenance
 
 import tvm_sparse
-from tvm_sparse.cli.common import Target, errors, fail, machine_here
+from tvm_sparse.cli.common import Target, errors
 from tvm_sparse.core.problem import Mismatch
 
 # vocab, hidden
@@ -70,15 +69,13 @@ def contenders(
 def main(
     target: Target = "auto",
     shape: Annotated[list[str] | None, typer.Option(help="Only these vocab,hidden.")] = None,
-    csv_path: Annotated[Path | None, typer.Option("--csv", help="File to write.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="In which calls take turns.")] = 9,
-    seed: Annotated[int, typer.Option(help="Of states and embeddings.")] = 0,
+    csv_path: CsvFile = None,
+    rounds: Rounds = 9,
+    seed: Seed = 0,
 ) -> None:
     """Time heads in eight bits."""
     with errors():
-        where = machine_here(target, "comparing")
-        if where.kind != "cuda":
-            fail("target: needs a GPU")
+        where = gpu_here(target)
         report, lines = Report(csv_path, provenance(where, rounds=rounds), COLUMNS), []
         generator = torch.Generator(where.device).manual_seed(seed)
         for text in shape or SHAPES:

@@ -670,11 +670,17 @@ def test_blocks_search_rows_of_any_kind(name: str, axes: str, decisions: dict[st
         assert (outputs[3] != outputs[0][:, None]).all(axis=1).mean() > 0.3
 
 
-@pytest.mark.parametrize("dtype", ["float32", thorough("bfloat16")])
-def test_a_bracket_finds_the_bound_of_top_p(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flat rows and peaked ones, while the search of the whole row, which stands behind it, finds nothing."""
+@pytest.fixture
+def nothing_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search of the whole row, which runs where a bracket or a list does not suffice, finds nothing."""
     for name in ("locate", "narrow"):
         monkeypatch.setattr(crew, name, lambda *_: lambda *_: None)
+
+
+@pytest.mark.usefixtures("nothing_searched")
+@pytest.mark.parametrize("dtype", ["float32", thorough("bfloat16")])
+def test_a_bracket_finds_the_bound_of_top_p(dtype: str) -> None:
+    """Flat rows and peaked ones."""
     problem = parse(f"softmax_sample/batch=12,vocab=40000,k=1,dtype={dtype},whole=1")
     rng = np.random.default_rng(5)
     flat = rng.standard_normal((12, problem.vocab))
@@ -687,12 +693,9 @@ def test_a_bracket_finds_the_bound_of_top_p(dtype: str, monkeypatch: pytest.Monk
     problem.check(inputs, problem.reference(inputs), outputs)
 
 
-def test_words_far_above_a_thread_blocks_first_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are counted in its first bin, though they have more mass: nothing is known of that bin and larger ones. The
-    search of the whole row, which stands behind lists, finds nothing here.
-    """
-    for name in ("locate", "narrow"):
-        monkeypatch.setattr(crew, name, lambda *_: lambda *_: None)
+@pytest.mark.usefixtures("nothing_searched")
+def test_words_far_above_a_thread_blocks_first_tile() -> None:
+    """They are counted in its first bin, though they have more mass: nothing is known of that bin and larger ones."""
     problem = parse("softmax_sample/batch=12,vocab=2053,k=1,per_row=1,whole=1")
     rng = np.random.default_rng(5)
     logits = rng.standard_normal((12, problem.vocab)).astype(np.float32)

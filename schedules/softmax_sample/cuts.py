@@ -43,7 +43,7 @@ DONE, SUM, SEARCH = range(3)
 # from LOWER to UPPER are listed.
 STAGE, TOP, TOTAL, LOWER, UPPER = range(5)
 FIELDS = 8
-# What is found in a list, in shared memory: a bin, how many words it has, the mass before it and its own; the mass
+# Fields in shared memory of a search in a list: a bin, how many words it has, the mass before it and its own; the mass
 # above the list, and that which is to be reached.
 BIN, COUNT, BEFORE, MASS, ABOVE, NEED = range(6)
 # Bins of a thread block.

@@ -43,14 +43,20 @@ RNN_COLUMNS = ("ours, float32", "with product", "cuDNN", "ours, float16", "with 
                "cuBLAS loop", "cuSPARSE loop", "cuDNN / ours, float16", "a step, float32")  # fmt: skip
 
 
-@part
-def rnn_peers() -> str:
+def peers_table(file: str) -> str:
+    """Layers beside cuDNN and loops of products, as `rnn_bench.py` has timed them."""
+
     def first(key: Sequence[str]) -> str:
         cell, *numbers, density = key
         return f"{cell}, {' x '.join(numbers)}, {float(density):.3g}"
 
-    rows = recurrent_rows(RNN, first=first)
-    return f"{where(RNN)}\n\n{table(['cell, hidden x batch x steps, density', *RNN_COLUMNS], rows)}"
+    rows = recurrent_rows(file, first=first)
+    return f"{where(file)}\n\n{table(['cell, hidden x batch x steps, density', *RNN_COLUMNS], rows)}"
+
+
+@part
+def rnn_peers() -> str:
+    return peers_table(RNN)
 
 
 @part
@@ -146,15 +152,7 @@ def rnn_projected() -> str:
 @part
 def rnn_again() -> str:
     """Wide float32 layers, and a narrow LSTM of many steps."""
-    if not exists(AGAIN):
-        return NOT_MEASURED
-
-    def first(key: Sequence[str]) -> str:
-        cell, *numbers, density = key
-        return f"{cell}, {' x '.join(numbers)}, {float(density):.3g}"
-
-    rows = recurrent_rows(AGAIN, first=first)
-    return f"{where(AGAIN)}\n\n{table(['cell, hidden x batch x steps, density', *RNN_COLUMNS], rows)}"
+    return peers_table(AGAIN) if exists(AGAIN) else NOT_MEASURED
 
 
 @part

@@ -62,7 +62,7 @@ def losing(row: Row, file: str = DECODE) -> str:
 
 
 def harmless(rows: Iterable[Row], file: str = DECODE) -> Row | None:
-    """Of the heads that are faster than the exact one and whose loss may be chance, the one that loses least."""
+    """The head that loses least of those that are faster than the exact one and whose loss may be chance."""
     free = [row for row in rows if value(row, "p") >= SIGNIFICANT and over_exact(row, file) > 1.02]
     return min(free, key=lambda row: lost(row, file), default=None)
 

@@ -158,8 +158,8 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
     listed = bool(candidates_of(problem))
     short = listed and lists == 1 and rows <= 16 and most_words(problem) <= SHORT and not wide
     cached = not (wide or many or short or is_large(problem))
-    # Of many tokens, rows that eight warps do not share in equal parts: fewer warps, in more thread blocks. Small tiles
-    # come sooner to their end, and are as many loads in flight if whole parts of rows are.
+    # Eight warps do not share each of these rows in equal parts: where tiles are many, fewer warps in more thread
+    # blocks. Small tiles end sooner, and have as many loads in flight if a warp loads its whole part of a row at once.
     uneven = many and halves and not even(problem)
     # Lists of wide rows in float32: warps with tiles of their own would be few, and each has the hidden states again.
     split = wide and listed and not halves
