@@ -82,7 +82,9 @@ def check(found: Any, given: dict[str, Any], names: tuple[str, ...], embedding: 
     assert (given["mask"].gather(1, indices) | ~some[:, None]).all()
     torch.testing.assert_close(scores.gather(1, indices), scores.topk(K).values, **named)
     values = values if "log" in names else values.log()
-    torch.testing.assert_close(values.double(), logs.topk(K).values.where(given["mask"].any(1)[:, None], torch.nan), **named)
+    torch.testing.assert_close(
+        values.double(), logs.topk(K).values.where(given["mask"].any(1)[:, None], torch.nan), **named
+    )
     if "ids" in names:
         ids = given["ids"]
         inside = (ids >= 0) & (ids < scores.shape[1])

@@ -153,9 +153,10 @@ class ScreenedHead:
             Also return the normaliser and the bound of its error. log-probabilities are `values / temperature` less
             the normaliser.
         soft_cap
-            As for `head_topk`: scores s of the product become c * tanh(s / c), with the bias added to that. A cap
-            changes no score by more than it had been changed, so that the same bounds hold; where words reach it, more
-            of them may be among the best.
+            The soft cap c of the model's final logits, as for `head_topk`: scores s of the product become
+            c * tanh(s / c), to which the bias is added. Bounds of errors of s hold for capped scores as well. Where
+            scores are close to the cap more words survive; scores that differ by less than 2^-20 of the cap may be in
+            either order, as in `head_topk`.
         synchronise
             Whether the host waits for the numbers of survivors. If one exceeds 4,096, the exact head then runs, which
             `exact_calls` counts. Without it, as a CUDA graph needs, lists have room for all words: results are the
@@ -198,8 +199,8 @@ class ScreenedHead:
         if not normaliser:
             return Screened(values, indices)
         highest = torch.addmm(scores, norms, self.bounds)
-        found, error = self._normaliser(scores, highest, indices, values, scale)
-        return Screened(values, indices, found, error if cap is None else error + 2 * CAPPED * cap * scale)
+        summed, error = self._normaliser(scores, highest, indices, values, scale)
+        return Screened(values, indices, summed, error if cap is None else error + 2 * CAPPED * cap * scale)
 
     def _pad(self, count: int) -> None:
         """Let kernels see whole tiles: with words whose scores are -inf, and which bitmaps do not count."""

@@ -196,7 +196,12 @@ def head_topk(
     the kernel reads the embedding once for (docs/limits.md has a table), with k above 256, and if a row is not a whole
     number of 16-byte vectors. Its scores are float32, too, unless `rounded`. `explain` says which way a call takes.
 
-    When not to use it: if the logits are needed afterwards.
+    With `allowed` float32 scores of a chunk of rows are written as well, at every batch, and `softmax_topk` reads them
+    with the bitmap: by PyTorch's product, for up to 48 rows of a quantised embedding by the kernel that reads eight
+    bits, for NumPy arrays by that of `candidate_logits`. docs/operators/head_topk.md has the times.
+
+    When not to use it: if the logits are needed afterwards; if scores of single words of a row are biased or penalised
+    (docs/operators/head_topk.md shows what to call).
 
     Source: Shi, Xu & Knight 2018, equations 1 and 2 (the full softmax that their head avoids); Milakov & Gimelshein
     2018, "Online normalizer calculation for softmax", Algorithm 4.
@@ -215,8 +220,7 @@ def head_topk(
         embedding = words = without_gradient(embedding)
     if type(k) is int:
         what = ("head_topk", k, bool(normaliser), bool(rounded), stored)
-        given = (hidden, words, *scalars, cap, bias, ids, scales)
-        given = given if allowed is None else (*given, allowed)
+        given = (hidden, words, *scalars, cap, bias, ids, scales, *(() if allowed is None else (allowed,)))
         found = repeat.again(dispatcher.launchers, what, given, out)
         if found is not None:
             return found
@@ -281,15 +285,13 @@ def head_topk(
         optional = {"cap": cap, "bias": row, "ids": asked, "scales": scales, "allowed": bitmap}
         present = tuple(name for name, one in optional.items() if one is not None)
         function = _product(k, present, normaliser, as_product, stored)
-        arguments = arguments if bitmap is None else (*arguments, bitmap)
+        every = arguments if bitmap is None else (*arguments, bitmap)
         if arrays.is_torch(hidden):
-            run(launchers, what, function, arguments, written)
+            run(launchers, what, function, every, written)
         else:
-            arguments, written = (
-                [one if isinstance(one, int | float) else shards.on_host("hidden", one) for one in some]
-                for some in ([one for one in arguments if one is not None], written)
-            )
-            function(*arguments, *written)
+            known_to_numpy = [one if isinstance(one, int | float) else shards.on_host("hidden", one) for one in every]
+            into = [shards.on_host("out", one) for one in written]
+            function(*[one for one in known_to_numpy if one is not None], *into)
     else:
 
         def around(kernel: Any) -> Any:
@@ -376,8 +378,9 @@ def best_and_scores(
 
 
 def scores_of(hidden: Any, embedding: Any, bias: Any = None) -> Any:
-    """`hidden @ embedding.T + bias` in float32 `(batch, vocab)`, of torch tensors or NumPy arrays: a quantised embedding
-    is read in eight bits where a kernel does so, and converted in parts elsewhere.
+    """`hidden @ embedding.T + bias` in float32 `(batch, vocab)`, of torch tensors or NumPy arrays.
+
+    A quantised embedding is read in eight bits where a kernel does so, and converted in parts elsewhere.
     """
     octets = isinstance(embedding, QuantizedEmbedding) and embedding.groups == 1 and arrays.is_torch(hidden)
     if octets and 0 < len(hidden) <= STORED_ROWS and not dispatcher.batch_invariant:

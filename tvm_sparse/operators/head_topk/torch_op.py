@@ -35,7 +35,12 @@ def _call(
     embedding = _whole(embedding, scales, stored)
     temperature = custom.value_of(temperature, heat)
     options = {"log": log, "temperature": temperature, "bias": bias, "ids": ids, "normaliser": normaliser}
-    options |= {"allowed": allowed, "constant": constant, "rounded": rounded, "soft_cap": custom.value_of(soft_cap, cap)}
+    options |= {
+        "allowed": allowed,
+        "constant": constant,
+        "rounded": rounded,
+        "soft_cap": custom.value_of(soft_cap, cap),
+    }
     return list(call.head_topk(hidden, embedding, k, **options))
 
 
@@ -123,8 +128,8 @@ def head_topk(
     if shard is not None:
         shards.refuse_beside(log, ids)
         options = {"temperature": temperature, "constant": constant, "rounded": rounded, "soft_cap": soft_cap}
-        given = (hidden, embedding, k, shard, bias, allowed)
-        part = shards.part_of_head(head_topk, _candidate_logits, *given, **options)
+        named = {"shard": shard, "bias": bias, "allowed": allowed, **options}
+        part = shards.part_of_head(head_topk, _candidate_logits, hidden, embedding, k, **named)
         return custom.written(part, out)
     temperature, heat = custom.number(temperature)
     cap = (None, None) if soft_cap is None else custom.number(soft_cap)
