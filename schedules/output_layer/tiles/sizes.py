@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from tvm_sparse.core.template import Decisions, Launch, NotApplicable, ceildiv, 
 from tvm_sparse.operators.head_topk.problem import word_size
 
 from ..best.sizes import STATIC_SHARED, VECTOR, TileSearchSizes, dynamic_shared, require_ranks, search_allowed
-from ..words import OutputLayer, best_of, block_of, candidates_of, draws_one, lists_of, most_words, stored_of
+from ..words import OutputLayer, best_of, block_of, candidates_of, draws_one, groups_of, lists_of, most_words, stored_of
 
 # Vectors of hidden states that a thread holds if they are float32: the compiler also holds their parts.
 MAX_SPLIT = 4
@@ -42,6 +43,9 @@ PREFETCHED = 12 * 2**20
 CACHED = (0, 16, 24, 32, 8)
 # Bytes of the part of a row that a warp multiplies in one step: a cache line.
 STEP = 128
+# Columns of a step, in 16 bits, and groups of columns whose scales a lane has in hand: those of the next one are loaded
+# while one is multiplied.
+STEP_COLUMNS, GROUPS_IN_HAND = STEP // 2, 2
 # Floats between the rows of a tile's sums in shared memory beyond its tokens: keeps lanes off each other's banks.
 PAD = 4
 # Tiles that a thread block has in hand, at most, where each has a warp of its own.
@@ -197,8 +201,9 @@ class Extents(TileSizes):
         Rows of a list; 0 of the exact head, whose batch may be any.
     draws
         Whether a token is drawn: then the first kernel writes sums of tiles, and no scores.
-    stored
-        The dtype of tokens in eight bits; empty of those in the dtype of the hidden states.
+    stored, scale_groups
+        The dtype of tokens in eight bits; empty of those in the dtype of the hidden states. Scales of a token, each of
+        a group of columns; 0: it has one.
     vectors
         16-byte vectors of a hidden state.
     list_tiles
@@ -234,6 +239,7 @@ class Extents(TileSizes):
     cached: int = 0
     draws: bool = False
     stored: str = ""
+    scale_groups: int = 0
 
     @classmethod
     def of(cls, problem: OutputLayer, decided: Decisions) -> Extents:
@@ -248,6 +254,7 @@ class Extents(TileSizes):
             beam=lists_of(problem)[1] if candidates_of(problem) else 0,
             draws=draws_one(problem),
             stored=stored_of(problem),
+            scale_groups=groups_of(problem),
             vectors=problem.hidden * numpy_dtype(problem.dtype).itemsize // VECTOR,
             list_tiles=ceildiv(most_words(problem), decided["tile_n"]),
             **decided,
@@ -273,6 +280,13 @@ class Extents(TileSizes):
     a_groups = extents_extent(lambda e: e.row_groups if e.words_second else e.word_groups)
     # Groups of eight rows of operand B: each is a fragment.
     b_groups = extents_extent(lambda e: e.word_groups if e.words_second else e.row_groups)
+    # Columns that share a scale, where a row has several; steps after which a warp's sums are multiplied by one; and
+    # scales of a step that a lane has in hand, of the tokens of its sums.
+    group_columns = extents_extent(lambda e: e.hidden // max(e.scale_groups, 1))
+    group_steps = extents_extent(
+        lambda e: math.gcd(e.group_columns // STEP_COLUMNS, e.steps) if e.scale_groups else e.steps
+    )
+    scales_each = extents_extent(lambda e: e.word_groups * 2 if e.words_second else e.word_groups)
     # Steps of tokens in registers.
     in_hand = extents_extent(lambda e: 1 if e.stages else e.depth)
     # Whether a stage has whole rows.
@@ -307,6 +321,7 @@ class Extents(TileSizes):
         states = self.held_steps * self.row_groups * 8
         split = 6 * self.row_groups + 12 if self.dtype == "float32" else 0
         operands = self.in_hand * self.tile_n + states + split + (4 * self.word_groups if self.stored else 0)
+        operands += self.sums_each + GROUPS_IN_HAND * self.scales_each if self.scale_groups else 0
         return operands + self.sums_each + self.word_groups * 10 + 3 * self.pairs_each
 
     # Scores of a tile that a thread of the first kernel finishes.
