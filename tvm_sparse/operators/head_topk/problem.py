@@ -210,7 +210,7 @@ class HeadTopk(Problem):
         def score(s, H, E, B, S, C, cap, row, j):
             s.x[0] = T.float32(0)
             for h in range(hidden):
-                if groups:
+                if groups > 0:
                     s.x[0] = s.x[0] + T.Cast("float32", H[row, h]) * (word_number(stored, E[j, h]) * C[j, h // columns])
                 else:
                     s.x[0] = s.x[0] + T.Cast("float32", H[row, h]) * word_number(stored, E[j, h])
