@@ -13,7 +13,18 @@ from tvm_sparse.core.template import Decisions, Launch, NotApplicable, ceildiv, 
 from tvm_sparse.operators.head_topk.problem import word_size
 
 from ..best.sizes import STATIC_SHARED, VECTOR, TileSearchSizes, dynamic_shared, require_ranks, search_allowed
-from ..words import OutputLayer, best_of, block_of, candidates_of, draws_one, groups_of, lists_of, most_words, stored_of
+from ..words import (
+    OutputLayer,
+    best_of,
+    block_of,
+    candidates_of,
+    draws_one,
+    groups_of,
+    lists_of,
+    most_words,
+    stored_of,
+    writes_scores,
+)
 
 # Vectors of hidden states that a thread holds if they are float32: the compiler also holds their parts.
 MAX_SPLIT = 4
@@ -87,6 +98,17 @@ def require_bulk_copies(machine: Machine) -> None:
     """NotApplicable unless rings can be filled."""
     if not machine.has_clusters:
         raise NotApplicable(f"{machine.arch} has no bulk copies, which fill rings")
+
+
+def require_octets(problem: OutputLayer) -> None:
+    """NotApplicable for an embedding in eight bits, or scores of all words, that rings do not fit."""
+    stored, groups = stored_of(problem), groups_of(problem)
+    if stored and numpy_dtype(problem.dtype).itemsize != 2:
+        raise NotApplicable(f"multiplies {stored} with hidden states of 16 bits")
+    if groups and problem.hidden // groups % STEP_COLUMNS:
+        raise NotApplicable(f"groups of {problem.hidden // groups} columns are no whole steps of {STEP_COLUMNS}")
+    if writes_scores(problem) and problem.vocab % max(TILE_N):
+        raise NotApplicable(f"rows of scores of {problem.vocab} words are no whole tiles of {max(TILE_N)}")
 
 
 def no_room(problem: OutputLayer) -> NotApplicable:
@@ -263,7 +285,7 @@ class Extents(TileSizes):
     @property
     def steps(self) -> int:
         """Steps of a warp along a row; in a ring of parts of rows those of whole stages."""
-        each = max(self.depth, 1) if self.stages else 1
+        each = max(self.line_steps * self.depth, 1) if self.stages else 1
         return ceildiv(self.vectors, 8 * self.reduce_warps * each) * each
 
     # Threads of a block of the first kernel.
@@ -280,6 +302,8 @@ class Extents(TileSizes):
     a_groups = extents_extent(lambda e: e.row_groups if e.words_second else e.word_groups)
     # Groups of eight rows of operand B: each is a fragment.
     b_groups = extents_extent(lambda e: e.word_groups if e.words_second else e.row_groups)
+    # Steps of a cache line of a token's row.
+    line_steps = extents_extent(lambda e: 2 if e.stored else 1)
     # Columns that share a scale, where a row has several; steps after which a warp's sums are multiplied by one; and
     # scales of a step that a lane has in hand, of the tokens of its sums.
     group_columns = extents_extent(lambda e: e.hidden // max(e.scale_groups, 1))
@@ -294,7 +318,7 @@ class Extents(TileSizes):
     # Rings of a thread block: one, or one a warp.
     rings = extents_extent(lambda e: 1 if e.whole else e.product_threads // 32)
     # Steps of a warp in a stage.
-    stage_steps = extents_extent(lambda e: e.steps if e.whole else e.depth)
+    stage_steps = extents_extent(lambda e: e.steps if e.whole else e.line_steps * e.depth)
     # Stages of a tile.
     parts = extents_extent(lambda e: e.steps // e.stage_steps)
     # Bytes of a token's row.
