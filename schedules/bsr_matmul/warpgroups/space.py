@@ -30,6 +30,8 @@ PRODUCERS = (1, 2)
 LEAST_M = 33
 # Most block rows of a thread block; each has a lane of the producer warp.
 MOST_ROWS = 16
+# Columns of a box of a transposed block, as bytes of a row in shared memory: those that have a swizzle.
+BOXES = (64, 32, 16)
 # Registers of a thread beside sums: at most, and mostly; and of a multiprocessor.
 BESIDES, HELD, REGISTERS = 40, 26, 65536
 # Most columns of operand B.
@@ -62,6 +64,8 @@ def space(problem: BsrMatmul, machine: Machine) -> Table:
         raise NotApplicable(f"{problem.dtype} is not of 16 bits")
     if rows % 8 or cols % 16 or rows > MOST_N:
         raise NotApplicable(f"blocks of {rows}x{cols} are not of multiples of 8 rows up to {MOST_N}, and 16 columns")
+    if problem.turned and rows % BOXES[-1]:
+        raise NotApplicable(f"transposed blocks of {rows} columns are not of multiples of {BOXES[-1]}")
     if problem.m < LEAST_M:
         raise NotApplicable(f"m={problem.m} fills too little of the {GROUP_M} rows of a warpgroup")
     panels = tuple(panel for panel in PANEL if (cols % panel == 0 or panel % cols == 0) and problem.k % panel == 0)
@@ -91,7 +95,8 @@ def allowed(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> str |
 
 
 def declines(problem: BsrMatmul, machine: Machine) -> bool:
-    return time_of_warpgroups(problem) >= time_of_warps(problem)
+    # No other template reads transposed blocks by tensor cores.
+    return not problem.turned and time_of_warpgroups(problem) >= time_of_warps(problem)
 
 
 def default(problem: BsrMatmul, machine: Machine) -> Decisions:
@@ -209,6 +214,11 @@ class Extents(OfMatrix):
     stages: int
     producers: int
     overlap: int
+    turned: int
+
+    @classmethod
+    def of(cls, problem: BsrMatmul, decisions: Decisions) -> Self:
+        return super().of(problem, {**decisions, "turned": problem.turned})
 
     # Warpgroups that multiply.
     groups = extent(lambda e: e.tile_m // GROUP_M)
@@ -228,6 +238,10 @@ class Extents(OfMatrix):
     x_bytes = extent(lambda e: e.tile_m * e.panel * 2)
     # Bytes of a block's part that a step takes.
     block_bytes = extent(lambda e: e.rows * e.width * 2)
+    # Columns of a box of a transposed block, each a row of the weight; boxes of a block; and bytes of one.
+    box = extent(lambda e: next(box for box in BOXES if e.rows % box == 0))
+    boxes = extent(lambda e: e.rows // e.box)
+    box_bytes = extent(lambda e: e.block_bytes // e.boxes)
     # Bytes of a stage: a panel of x, and room for each block that may be in it.
     stage_bytes = extent(lambda e: ceildiv(e.x_bytes + e.rows_each * e.beside * e.block_bytes, ALIGNED) * ALIGNED)
     # Elements from one row of y to the next, in shared memory.

@@ -27,7 +27,8 @@ from tvm_sparse.runtime.signature import ROWS, Absent, Array, Number, Output, Si
 
 from .dense import likely_way
 from .problem import ACTIVATIONS, BsrMatmul, activated
-from .weight import BsrWeight
+from .weight import BsrWeight, unread
+from .weight import Structure as Prepared
 
 SIGNATURES = {
     "bsr_matmul": Signature(
@@ -105,7 +106,8 @@ def bsr_matmul(
     -----
     The result is differentiable in tensors that require a gradient. The gradient of x is the product of the output's
     gradient with the transposed weight, by the same kernels; a `BsrWeight` keeps its transposed structure from the
-    first such call on. The gradient of stored blocks, given as `(data, indices, indptr)`, is a sampled dense-dense
+    first such call on. Where products of warpgroups are the fastest, they read the blocks as they are; other kernels
+    take a transposed copy. The gradient of stored blocks, given as `(data, indices, indptr)`, is a sampled dense-dense
     product, by PyTorch's batched product of gathered rows, or, where that is faster on a GPU, the stored blocks of its
     dense product; that of the bias is a sum. An activation costs a second product in the backward pass.
 
@@ -209,6 +211,46 @@ def bsr_matmul(
 def asked(activation: str | None, dense: bool | None) -> Any:
     """What launchers of a weight are kept by, beside the arrays of a call."""
     return activation if dense is None else (activation, dense)
+
+
+def turned_product(x: Any, data: Any, indices: Any, indptr: Any, order: Any, structure: int, places: Any) -> Any:
+    """x @ weight.T for a weight whose blocks are stored transposed: block b is the transposed `data[places[b]]`.
+
+    Parameters
+    ----------
+    x
+        `(m, k)`, m at least 1.
+    data
+        `(nnzb, block_cols, block_rows)` of x's dtype, at least one.
+    indices, indptr, order, structure
+        As in `BsrWeight.assembled`.
+    places
+        `(nnzb,)`, int32.
+
+    Returns
+    -------
+    y
+        `(m, n)`.
+    """
+    known, theirs = arrays.facts("x", x), arrays.facts("data", data)
+    columns, long, pattern, constant = Prepared.unpacked(structure)
+    nnzb, cols, rows = theirs.shape
+    block_rows = arrays.facts("indptr", indptr).shape[0] - 1
+    sparsity = min(max(1 - nnzb / (block_rows * (columns // cols)), 0.0), 1.0)
+    m, n = known.shape[0], block_rows * rows
+    problem = BsrMatmul(m, columns, n, f"{rows}x{cols}", sparsity, pattern, known.dtype, turned=1)
+    if order is None:
+        order = unread((block_rows, 3), indptr, known)
+    y = arrays.empty((m, n), known.dtype, x, known)
+    ready = arrays.ready("x", x, known), arrays.ready("data", data, theirs)
+    arguments = (*ready, indices, indptr, order, long, int(constant), places)
+    launch(dispatcher, problem, machine_of("x", known), turned_choice(structure), arguments, (y,), single=True)
+    return y
+
+
+def turned_choice(structure: int) -> tuple[Any, ...]:
+    """What decides on a kernel of `turned_product` beside its arguments: the key under which launchers are kept."""
+    return "bsr_matmul of transposed blocks", structure
 
 
 def way(problem: BsrMatmul, machine: Machine) -> str:

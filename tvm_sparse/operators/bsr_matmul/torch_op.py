@@ -19,6 +19,7 @@ from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.calls import most_rows, refuse_gradient
 
 from . import call
+from .dense import reads_turned
 from .weight import INSTEAD, BsrWeight, Structure, balanced
 
 __all__ = [
@@ -126,7 +127,7 @@ def turned(indices: Any, indptr: Any, columns: int, block: tuple[int, ...], item
     unread = None, -1, "uniform"
     order, long, pattern = unread if itemsize is None else balanced(starts, rows * cols * itemsize)
     structure = Structure(int((indptr.shape[0] - 1) * rows), long, pattern).packed()
-    return Turned(places, high, starts, order, structure)
+    return Turned(places.int(), high, starts, order, structure)
 
 
 def _block_rows(indices: Any, indptr: Any) -> Any:
@@ -262,8 +263,23 @@ def _of_x(grad: Any, data: Any, indices: Any, indptr: Any, columns: int, given: 
     """dx = g @ W, as a product with the transposed weight."""
     if given.places is None:
         given = turned(indices, indptr, columns, data.shape[1:])
+    if _reads_turned(grad, data, columns):
+        known = given.indices, given.indptr, given.order, given.structure, given.places
+        found = custom.call(_TURNED, grad.reshape(-1, grad.shape[-1]), data, *known)
+        return found.view(*grad.shape[:-1], columns)
     blocks = data.transpose(1, 2).index_select(0, given.places)
     return product(grad, (blocks, given.indices, given.indptr), given.order, given.structure)
+
+
+def _reads_turned(grad: Any, data: Any, columns: int) -> bool:
+    """Whether a kernel that reads the blocks as they are takes less time than one for a transposed copy of them."""
+    n, (blocks, rows, cols) = grad.shape[-1], data.shape
+    m = grad.numel() // max(n, 1)
+    if not grad.is_cuda or type(blocks) is not int or type(m) is not int or not blocks or m > most_rows(columns, n):
+        return False
+    found = gpu()
+    dtype = arrays.dtype_name(grad.dtype)
+    return found is not None and reads_turned(m, n, columns, (cols, rows), blocks, dtype, found)
 
 
 def _of_blocks(grad: Any, x: Any, data: Any, indices: Any, indptr: Any, pattern: str) -> Any:
@@ -372,6 +388,57 @@ _SAMPLED = custom.define(
     _backward_blocks,
     _setup_blocks,
     _blocks_launched,
+)
+
+
+def _turned(*args: Any) -> Any:
+    x, data, _, indptr, *_ = args
+    if arrays.is_fake(x):
+        return x.new_empty((x.shape[0], (indptr.shape[0] - 1) * data.shape[2]))
+    return call.turned_product(*args)
+
+
+def _turned_launched(launchers: Any, *args: Any) -> tuple[Any, tuple[Any, ...]]:
+    *operands, structure, places = args
+    known = Structure.unpacked(structure)
+    arguments = (*operands, known.long, int(known.constant), places)
+    return repeat.repeated(launchers, call.turned_choice(structure), arguments), arguments
+
+
+def _setup_turned(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, ctx.structure, places = inputs
+    ctx.save_for_backward(*tensors, places)
+
+
+def _backward_turned(ctx: Any, grad: Any) -> Any:
+    """As of a product with a transposed copy of the blocks."""
+    x, data, indices, indptr, _, places = ctx.saved_tensors
+    structure = Structure.unpacked(ctx.structure)
+    blocks = data.transpose(1, 2).index_select(0, places)
+    of_x = _of_x(grad, blocks, indices, indptr, structure.columns, _UNKNOWN) if ctx.needs_input_grad[0] else None
+    of_data = None
+    if ctx.needs_input_grad[1]:
+        of_blocks = _of_blocks(grad, x, blocks, indices, indptr, structure.pattern)
+        of_data = torch.zeros_like(data).index_copy(0, places.long(), of_blocks.transpose(1, 2))
+    return of_x, of_data, None, None, None, None, None
+
+
+def _batched_turned(info: Any, in_dims: Any, *args: Any) -> Any:
+    """Rows of all products are those of one."""
+    names = ("data", "indices", "indptr", "order", "structure", "places")
+    custom.unbatched("bsr_matmul_turned", in_dims[1:], names)
+    x = args[0].movedim(in_dims[0], 0)
+    return _TURNED(x.flatten(0, 1), *args[1:]).unflatten(0, x.shape[:2]), 0
+
+
+_TURNED = custom.define(
+    "bsr_matmul_turned(Tensor x, Tensor data, Tensor indices, Tensor indptr, Tensor? order, int structure,"
+    " Tensor places) -> Tensor",
+    _turned,
+    _batched_turned,
+    _backward_turned,
+    _setup_turned,
+    _turned_launched,
 )
 
 

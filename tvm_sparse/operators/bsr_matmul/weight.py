@@ -152,7 +152,7 @@ class BsrWeight(DenseCopy):
             block_bytes = rows * cols * numpy_dtype(self.dtype).itemsize
             self._hold(*balanced(self.indptr, block_bytes), constant)
         else:
-            self._hold(_unread((block_rows, 3), self.indptr, known), -1, "uniform", constant)
+            self._hold(unread((block_rows, 3), self.indptr, known), -1, "uniform", constant)
 
     @classmethod
     def from_file(
@@ -384,7 +384,7 @@ def _parts(weight: Any) -> tuple[Any, Any, Any, tuple[int, int] | None]:
     )
 
 
-def _unread(shape: tuple[int, ...], like: Any, known: arrays.Facts) -> Any:
+def unread(shape: tuple[int, ...], like: Any, known: arrays.Facts) -> Any:
     """An int32 array for an argument that kernels take but do not read, on the device of the facts."""
     torch = sys.modules.get("torch")
     if torch is not None:
