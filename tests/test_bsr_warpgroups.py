@@ -35,6 +35,11 @@ POINTS: tuple[tuple[str, dict[str, int]], ...] = (
         "m=40,k=256,n=256,block=128,sparsity=0.5,dtype=bfloat16,turned=1",
         {"tile_m": 64, "tile_n": 128, "panel": 64, "stages": 4, "producers": 2, "overlap": 1},
     ),
+    # float32, of which tensor cores take the upper bits.
+    (
+        "m=70,k=256,n=192,block=32,sparsity=0.6,precision=tf32,bias=1,activation=relu",
+        {"tile_m": 64, "tile_n": 96, "panel": 32, "stages": 3, "overlap": 1},
+    ),
     # Four of them; a last thread block of one block row, and rows of blocks that end early.
     (
         "m=40,k=128,n=144,block=16,sparsity=0.6,dtype=float16,activation=silu",
@@ -47,6 +52,14 @@ POINTS: tuple[tuple[str, dict[str, int]], ...] = (
     ),
 )
 OTHERS: tuple[tuple[str, dict[str, int]], ...] = (
+    (
+        "m=40,k=256,n=256,block=64,sparsity=0.5,precision=tf32",
+        {"tile_m": 64, "tile_n": 128, "panel": 16, "stages": 6, "producers": 2, "overlap": 1},
+    ),
+    (
+        "m=100,k=144,n=72,block=24x8,sparsity=0.5,precision=tf32",
+        {"tile_m": 128, "tile_n": 48, "panel": 16, "stages": 6, "overlap": 1},
+    ),
     (
         "m=100,k=144,n=96,block=48x16,sparsity=0.5,dtype=float16,bias=1,turned=1",
         {"tile_m": 128, "tile_n": 48, "panel": 16, "stages": 4, "overlap": 1},
@@ -114,9 +127,10 @@ def test_transposed_blocks_are_read_as_they_are_where_that_is_the_faster_way() -
 
 
 NOT_FIT = {
-    "is not of 16 bits": "m=128,k=256,n=256,block=32,sparsity=0.5",
+    "tf32 is not asked for": "m=128,k=256,n=256,block=32,sparsity=0.5",
     "multiples of 8 rows": "m=128,k=256,n=256,block=32x8,sparsity=0.5,dtype=float16",
     "transposed blocks of 24 columns": "m=128,k=256,n=240,block=24x32,sparsity=0.5,dtype=float16,turned=1",
+    "32 columns in float32": "m=128,k=256,n=256,block=32,sparsity=0.5,precision=tf32,turned=1",
     "fills too little": "m=32,k=256,n=256,block=32,sparsity=0.5,dtype=float16",
 }
 

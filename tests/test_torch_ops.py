@@ -16,6 +16,7 @@ import pytest
 from cases import calls_run
 
 import tvm_sparse
+from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 from tvm_sparse.operators.bsr_matmul.weight import Structure
 from tvm_sparse.runtime import custom, repeat
 from tvm_sparse.runtime.dispatch import Dispatcher
@@ -41,6 +42,8 @@ KEYS = (
     f"{PRODUCT},bias=1,activation=silu",
     "bsr_matmul/m=7,k=35,n=66,block=3x5,sparsity=0.92",  # the gradient of x
     "bsr_matmul/m=7,k=35,n=66,block=3x5,sparsity=0.92,turned=1",  # without a copy of the blocks
+    f"{PRODUCT},precision=tf32",
+    "bsr_matmul/m=7,k=35,n=66,block=3x5,sparsity=0.92,precision=tf32",
     "bsr_sddmm/m=7,k=66,n=35,block=5x3,sparsity=0.92",  # and of the stored blocks
     "csr_linear/m=7,k=66,n=7,sparsity=0.97",
     "csr_linear/m=7,k=7,n=66,sparsity=0.97",  # the gradient of x
@@ -696,6 +699,35 @@ def test_steps_of_training_repeat_their_calls(way: str, monkeypatch: pytest.Monk
     step()
     monkeypatch.setattr(Dispatcher, "kernel", lambda *_: pytest.fail("a kernel was looked up"))
     step()
+
+
+def test_a_layer_asks_for_its_precision(dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its product and in the gradient of x; 16 bits have none."""
+    asked: list[Any] = []
+    kernel = Dispatcher.kernel
+    monkeypatch.setattr(Dispatcher, "kernel", lambda self, p, *rest: asked.append(p) or kernel(self, p, *rest))
+    weight = tvm_sparse.BsrWeight((BLOCKS, COLUMNS, STARTS), columns=66)
+    layer = tvm_sparse.nn.BsrLinear(weight, precision="tf32")
+    assert "precision='tf32'" in repr(layer) and tvm_sparse.nn.BsrLinear(weight).precision is None
+    x = leaf(X)
+    exact = X.double() @ dense(BLOCKS.double()).T
+    for call in (lambda: layer(x).sum().backward(), lambda: layer(X), lambda: layer.freeze()(X)):
+        asked.clear()
+        dispatcher.launchers = {}
+        call()
+        products = [problem for problem in asked if isinstance(problem, BsrMatmul)]
+        assert products and all(problem.precision == "tf32" for problem in products)
+    torch.testing.assert_close(layer(X).double(), exact, atol=1e-4, rtol=1e-4)
+    assert {(p.k, p.n) for p in asked} == {(66, 35)}
+    half = layer.half()
+    assert half.precision == "tf32" and weight.half().problem(7, precision="tf32").precision == ""
+    with pytest.raises(ValueError, match="^precision: expected 'tf32' or None, got 'tf16'"):
+        tvm_sparse.nn.BsrLinear(weight, precision="tf16")
+    with pytest.raises(ValueError, match="^precision: expected 'tf32'"):
+        tvm_sparse.bsr_matmul(X, weight, precision="high")
+    model = torch.nn.Sequential(torch.nn.Linear(66, 35))
+    tvm_sparse.nn.sparsify(model, block=(5, 3), precision="tf32")
+    assert model[0].precision == "tf32"
 
 
 def test_gradients_of_a_sampled_product() -> None:

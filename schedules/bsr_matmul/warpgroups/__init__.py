@@ -22,6 +22,8 @@ registers. In the end a warp passes its rows of y through shared memory, to writ
 **Transposed blocks** (`turned`), of which a gradient of x is made, are the same operand B with k along the rows: boxes
 of up to 64 columns, which an instruction transposes. Nobody makes a copy of them.
 
+**float32** is taken where a problem allows tf32 (`precision`): an instruction then takes 8 columns in the place of 16.
+
 `overlap` is programmatic dependent launch: barriers and tensor maps are ready when the producer kernel ends.
 
 The kernel, phase by phase, is `kernel.program`.

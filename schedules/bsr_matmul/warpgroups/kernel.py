@@ -41,7 +41,7 @@ from ...device.tensor_maps import copy_box, describe, tensor_map
 from ...device.words import held_address
 from ..block_row import load_int
 from ..interface import gpu_program, output
-from .space import GROUP_M, VECTOR, Extents
+from .space import GROUP_M, Extents
 
 least_of_warp = T.ptx.redux_sync.min.s32
 # The column of a lane that has no more blocks; and the word of the stage after the last panel.
@@ -262,16 +262,17 @@ def produce(e, /, io, s):
 
 
 def of_block(e: Extents, s: Any, r: Any, i: Any, step: Any) -> Any:
-    """16 columns of a block row's i-th block."""
+    """A step's columns of a block row's i-th block."""
     sums_each = e.rows // 2
-    a = (i * (e.width // 16) + step) * operands.STEP_UNITS
-    # Of transposed blocks 16 rows of a box.
+    a = (i * e.steps + step) * operands.STEP_UNITS
+    # A step takes 16 rows of a transposed box.
     columns, units = (e.box, 16 * e.box * 2 // operands.UNIT) if e.turned else (e.width, operands.STEP_UNITS)
     b = (r * e.beside + i) * (e.block_bytes // operands.UNIT) + step * units
     return operands.product(e.dtype, e.rows)(
         *(s.sums[r * sums_each + j] for j in range(sums_each)),
-        operands.swizzled(s.panel_at + T.Cast("uint32", a), e.panel * 2),
-        operands.swizzled(s.weight_at + T.Cast("uint32", b), columns * 2), T.bool(True), 1, 1, 0, e.turned)
+        operands.swizzled(s.panel_at + T.Cast("uint32", a), e.panel * e.size),
+        operands.swizzled(s.weight_at + T.Cast("uint32", b), columns * e.size), T.bool(True), 1, 1,
+        *((0, e.turned) if e.size == 2 else ()))
 
 
 @phase
@@ -289,7 +290,7 @@ def multiply_panel(e, /, s):
         for r in T.unroll(e.rows_each):
             if (s.word[i] >> T.uint32(r)) & T.uint32(1) != T.uint32(0):
                 operands.fence()
-                for step in T.unroll(e.width // 16):
+                for step in T.unroll(e.steps):
                     of_block(e, s, r, i, step)
                 operands.commit()
 
@@ -309,7 +310,7 @@ def consume(e, /, s):
     After: all products are in `sums`.
     """
     start = T.meta_var(held_address("u32", T.cuda.cvta_generic_to_shared(s.ring.ptr_to([0]))))
-    s.panel_of[0] = operands.place_of(start + T.Cast("uint32", s.warp // 4 * (GROUP_M * e.panel * 2)))
+    s.panel_of[0] = operands.place_of(start + T.Cast("uint32", s.warp // 4 * (GROUP_M * e.panel * e.size)))
     s.weight_of[0] = operands.place_of(start + T.uint32(e.x_bytes), along_boxes(e))
     for j in T.unroll(e.tile_n // 2):
         s.sums[j] = T.float32(0)
@@ -340,7 +341,7 @@ def consume(e, /, s):
 def element(e: Extents, io: Any, s: Any, row: Any, r: Any, g: Any, i: Any, v: int) -> Any:
     """An element of y as bits: of eight columns a lane has two neighbours, in two rows."""
     found = output(io, row * e.rows + g * 8 + s.lane % 4 * 2 + v, s.sums[r * (e.rows // 2) + g * 4 + i * 2 + v])
-    return T.Cast("uint32", T.reinterpret("uint16", found))
+    return T.Cast("uint32", T.reinterpret("uint16", found)) if e.size == 2 else T.reinterpret("uint32", found)
 
 
 @phase
@@ -354,9 +355,15 @@ def pass_tile(e, /, io, s):
         if row >= 0:
             for g in T.unroll(e.rows // 8):
                 for i in T.unroll(2):
-                    s.stored[
-                        ((s.warp * 16 + i * 8 + s.lane // 4) * e.pitch + r * e.rows + g * 8) // 2 + s.lane % 4
-                    ] = element(e, io, s, row, r, g, i, 0) | (element(e, io, s, row, r, g, i, 1) << T.uint32(16))
+                    if e.size == 2:
+                        s.stored[
+                            ((s.warp * 16 + i * 8 + s.lane // 4) * e.pitch + r * e.rows + g * 8) // 2 + s.lane % 4
+                        ] = element(e, io, s, row, r, g, i, 0) | (element(e, io, s, row, r, g, i, 1) << T.uint32(16))
+                    else:
+                        for v in T.unroll(2):
+                            s.stored[
+                                (s.warp * 16 + i * 8 + s.lane // 4) * e.pitch + r * e.rows + g * 8 + s.lane % 4 * 2 + v
+                            ] = element(e, io, s, row, r, g, i, v)
     T.cuda.warp_sync()
 
 
@@ -366,18 +373,18 @@ def store_tile(e, /, io, s):
 
     Reads: `stored`, `row_of`. Writes: y, but for rows beyond m. Barriers: none.
     """
-    vectors = T.meta_var(e.tile_n // VECTOR)
+    vectors = T.meta_var(e.tile_n // e.vector)
     for j in T.serial((16 * vectors + 31) // 32):
         i: T.int32 = j * 32 + s.lane
         if i < 16 * vectors:
-            row: T.int32 = s.row_of[i % vectors * VECTOR // e.rows]
+            row: T.int32 = s.row_of[i % vectors * e.vector // e.rows]
             if row >= 0 and s.top + s.warp * 16 + i // vectors < io.m:
                 T.ptx.ld.shared.v4.u32(
                     s.words[0], s.words[1], s.words[2], s.words[3],
-                    s.stored.ptr_to([((s.warp * 16 + i // vectors) * e.pitch + i % vectors * VECTOR) // 2]))
+                    s.stored.ptr_to([((s.warp * 16 + i // vectors) * e.pitch + i % vectors * e.vector) // e.of_word]))
                 T.ptx.st.global_.v4.u32(
                     io.y.ptr_to([
-                        s.top + s.warp * 16 + i // vectors, row * e.rows + i % vectors * VECTOR % e.rows]),
+                        s.top + s.warp * 16 + i // vectors, row * e.rows + i % vectors * e.vector % e.rows]),
                     s.words[0], s.words[1], s.words[2], s.words[3])
 
 

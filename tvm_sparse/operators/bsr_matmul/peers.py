@@ -102,8 +102,13 @@ def ours(problem: BsrMatmul, inputs: Sequence[Any], convert: Callable[[Any], Any
     # As in inference, where weights are not written.
     weight = BsrWeight((data, indices, indptr), columns=problem.k, constant=True)
     [bias] = map(convert, problem.biases(inputs) or [None])
-    extras: dict[str, Any] = {"bias": bias, "activation": problem.activation or None}
-    return lambda: bsr_matmul(x, weight, **extras), weight.problem(problem.m, problem.bias, problem.activation)
+    called = weight.problem(problem.m, problem.bias, problem.activation, problem.precision)
+    return lambda: bsr_matmul(x, weight, bias=bias, **_options(problem)), called
+
+
+def _options(problem: BsrMatmul) -> dict[str, Any]:
+    """Options of the public function that a problem says."""
+    return {"activation": problem.activation or None, "precision": problem.precision or None}
 
 
 def ways(problem: BsrMatmul, inputs: Sequence[Any], machine: Machine) -> dict[str, Call]:
@@ -112,10 +117,9 @@ def ways(problem: BsrMatmul, inputs: Sequence[Any], machine: Machine) -> dict[st
     x, data, indices, indptr = (torch_tensor(array, machine.device) for array in given)
     weight = BsrWeight((data, indices, indptr), columns=problem.k, constant=True)
     [bias] = [torch_tensor(array, machine.device) for array in problem.biases(inputs)] or [None]
-    options: dict[str, Any] = {"bias": bias, "activation": problem.activation or None}
 
     def by(way: str) -> Call:
-        return lambda: bsr_matmul(x, weight, dense=way == DENSE, **options)
+        return lambda: bsr_matmul(x, weight, bias=bias, dense=way == DENSE, **_options(problem))
 
     return {way: by(way) for way in (KERNEL, DENSE)}
 

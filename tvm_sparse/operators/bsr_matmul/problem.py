@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from tvm import tirx
 
 ACTIVATIONS = ("", "relu", "gelu", "silu")
+PRECISIONS = ("", "tf32")
+# Error of a product of two float32 numbers without their lowest 13 of 23 bits, relative to it.
+TF32 = 2.0**-9 + 2.0**-20
 
 
 def activated(y: np.ndarray, activation: str) -> np.ndarray:
@@ -51,6 +54,9 @@ class BsrMatmul(BlockSparse):
     structure before their producer kernel is done, since it is not written any more, and the blocks too if they are
     `constant`. `bias` is 1 if there is one, else 0.
 
+    `precision` is `tf32` if tensor cores may ignore the lowest 13 bits of float32 inputs, which kernels need not; else
+    empty, as for other dtypes.
+
     `turned` is 1 if the blocks are those of the transposed weight `(k, n)`, whose structure lies beside it: block b of
     the structure is the transposed `data[places[b]]`. A gradient of x is such a product.
     """
@@ -58,6 +64,7 @@ class BsrMatmul(BlockSparse):
     bias: int = field(default=0, metadata=OPTIONAL)
     activation: str = field(default="", metadata=OPTIONAL)
     turned: int = field(default=0, metadata=OPTIONAL)
+    precision: str = field(default="", metadata=OPTIONAL)
 
     operator: ClassVar[str] = "bsr_matmul"
     inputs: ClassVar[tuple[Argument, ...]] = (
@@ -85,13 +92,17 @@ class BsrMatmul(BlockSparse):
     settings: ClassVar[tuple[Settings, ...]] = ({"balance": 1, "constant": 1}, {"balance": 0, "constant": 0})
     example: ClassVar[Mapping[str, Any]] = {"m": 8, "k": 1024, "n": 1024, "block": 16, "sparsity": 0.9}
     source: ClassVar[str] = "Gu 2020, section 4"
-    added_axes: ClassVar[tuple[str, ...]] = ("turned",)
+    added_axes: ClassVar[tuple[str, ...]] = ("turned", "precision")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for axis in ("bias", "turned"):
             if (value := getattr(self, axis)) not in (0, 1):
                 raise ProblemError(f"bsr_matmul: {axis} must be 0 or 1, got {value!r}")
+        if self.precision not in PRECISIONS:
+            raise ProblemError(f"bsr_matmul: precision must be {PRECISIONS[1]} or empty, got {self.precision!r}")
+        if self.dtype != "float32":
+            self.settle(precision="")
         if self.activation not in ACTIVATIONS:
             raise ProblemError(
                 f"bsr_matmul: activation must be one of {', '.join(ACTIVATIONS[1:])}, or empty, got {self.activation!r}"
@@ -115,8 +126,9 @@ class BsrMatmul(BlockSparse):
         return super().extent(other.get(str(name), name))
 
     def distance(self, other: Problem) -> float | None:
-        same = isinstance(other, BsrMatmul) and self.turned == other.turned
-        return super().distance(other) if same else None
+        if not isinstance(other, BsrMatmul) or (self.turned, self.precision) != (other.turned, other.precision):
+            return None
+        return super().distance(other)
 
     def definition(self) -> tirx.PrimFunc:
         """One dot product for each output element, over the stored elements of its block row.
@@ -241,7 +253,7 @@ class BsrMatmul(BlockSparse):
         x, data, *bias = (aligned(np.abs(np.asarray(a).astype(np.float32)), np.asarray(a).dtype) for a in floats)
         with np.errstate(invalid="ignore"):
             magnitude = self._product(x, data, *inputs[2:4]) + sum(bias)
-            factor = 1.13 * SUMMATION if self.activation else SUMMATION
+            factor = (1.13 if self.activation else 1) * (SUMMATION + (TF32 if self.precision else 0))
             return [factor * magnitude + ROUNDING[self.dtype] * np.abs(expected[0]) + SMALLEST[self.dtype]]
 
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:

@@ -20,6 +20,7 @@ from tvm_sparse.runtime.calls import most_rows, refuse_gradient
 
 from . import call
 from .dense import reads_turned
+from .problem import PRECISIONS
 from .weight import INSTEAD, BsrWeight, Structure, balanced
 
 __all__ = [
@@ -147,15 +148,19 @@ def _call(*args: Any) -> Any:
     asked, validate = _asked(args)
     x, data, indices, indptr, order, structure, bias, activation = asked
     # The launcher serves any weight, and a dense copy one.
-    parts, options = (data, indices, indptr), {"bias": bias, "activation": activation or None, "dense": False}
+    known = Structure.unpacked(structure)
+    precision = PRECISIONS[1] if known.tf32 else None
+    parts = data, indices, indptr
+    options = {"bias": bias, "activation": activation or None, "dense": False, "precision": precision}
     if order is None:
-        columns = Structure.unpacked(structure).columns
+        columns = known.columns
         weight = BsrWeight(parts, columns=columns, validate=validate, balance=False)
         return call.bsr_matmul(x, weight, **options)
     launchers, weight = call.dispatcher.launchers, BsrWeight.assembled(parts, order, structure)
     y = call.bsr_matmul(x, weight, validate=validate, **options)
     arguments = (x, *weight.arguments, bias)
-    kept = repeat.repeated(weight.launchers.of(launchers), call.asked(activation or None, False), arguments)
+    what = call.asked(activation or None, False, precision)
+    kept = repeat.repeated(weight.launchers.of(launchers), what, arguments)
     if kept is not None:  # for an x with other dimensions, the launcher for its rows
         repeat.remember(launchers, _any_weight(structure, activation), arguments, kept.function, (y,), single=True)
     return y
@@ -207,7 +212,7 @@ def _gradients(
         grad = _through(grad, product(x, (data, indices, indptr), known.order, packed, bias=bias), activation)
     of_x, of_blocks, of_bias = needed
     return (
-        _of_x(grad, data, indices, indptr, structure.columns, known.turned) if of_x else None,
+        _of_x(grad, data, indices, indptr, structure.columns, known.turned, structure.tf32) if of_x else None,
         _of_blocks(grad, x, data, indices, indptr, structure.pattern) if of_blocks else None,
         grad.reshape(-1, grad.shape[-1]).sum(0) if of_bias else None,
     )
@@ -259,7 +264,7 @@ def _through(grad: Any, before: Any, activation: str) -> Any:
     return backward[activation](grad, before)
 
 
-def _of_x(grad: Any, data: Any, indices: Any, indptr: Any, columns: int, given: Turned) -> Any:
+def _of_x(grad: Any, data: Any, indices: Any, indptr: Any, columns: int, given: Turned, tf32: bool = False) -> Any:
     """dx = g @ W, as a product with the transposed weight."""
     if given.places is None:
         given = turned(indices, indptr, columns, data.shape[1:])
@@ -268,7 +273,13 @@ def _of_x(grad: Any, data: Any, indices: Any, indptr: Any, columns: int, given: 
         found = custom.call(_TURNED, grad.reshape(-1, grad.shape[-1]), data, *known)
         return found.view(*grad.shape[:-1], columns)
     blocks = data.transpose(1, 2).index_select(0, given.places)
-    return product(grad, (blocks, given.indices, given.indptr), given.order, given.structure)
+    structure = with_precision(given.structure, tf32)
+    return product(grad, (blocks, given.indices, given.indptr), given.order, structure)
+
+
+def with_precision(structure: int, tf32: bool) -> int:
+    """The packed structure for a product that may take float32 as tf32."""
+    return Structure.unpacked(structure)._replace(tf32=True).packed() if tf32 else structure
 
 
 def _reads_turned(grad: Any, data: Any, columns: int) -> bool:
@@ -479,11 +490,17 @@ def bsr_matmul(
     out: Any = None,
     validate: bool = False,
     dense: bool | None = None,
+    precision: str | None = None,
 ) -> Any:
     """The public function as torch.compile traces it."""
+    call.check_precision(precision)
+    tf32 = precision is not None
     options = {"bias": bias, "activation": activation, "validate": validate}
     if isinstance(weight, BsrWeight):
-        parts, known = (weight.data, weight.indices, weight.indptr), (weight.order, weight.structure)
+        parts, known = (
+            (weight.data, weight.indices, weight.indptr),
+            (weight.order, with_precision(weight.structure, tf32)),
+        )
         if not torch.jit.is_tracing() and x.shape[-1] != weight.shape[1]:
             raise ValueError(f"x: expected {weight.shape[1]} columns, as the weight has, got shape {tuple(x.shape)}")
         if torch.is_grad_enabled() and x.requires_grad and weight.turned is None and not _traced(x):
@@ -492,7 +509,7 @@ def bsr_matmul(
         if x.requires_grad:
             options["backward"] = weight.turned
     else:
-        known = None, Structure(x.shape[-1]).packed()
+        known = None, Structure(x.shape[-1], tf32=tf32).packed()
         if isinstance(weight, (tuple, list)):
             if len(weight) != 3:
                 raise ValueError(f"weight: expected (data, indices, indptr), got {len(weight)} items")
