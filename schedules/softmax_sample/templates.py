@@ -15,7 +15,6 @@ from ..softmax_topk.threshold_gate import cluster_gate, threshold_gate
 from ..softmax_topk.warp_rows import warp_rows
 from . import space
 
-
 Value = TypeVar("Value")
 
 

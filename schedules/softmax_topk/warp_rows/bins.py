@@ -77,18 +77,18 @@ def find_bin(layout, /, s, x):
 
 
 @phase
-def clear_bins(layout, /, s, lane, warp):
+def clear_bins(layout, /, io, at, s):
     """Empty bins.
 
     Writes: `counts`, `first`. Barriers: none. After: all counts are 0.
     """
     for b in T.unroll(layout.lane_bins // 4):
         for v in T.vectorized(4):
-            s.counts[warp * layout.counts + (b * 32 + lane) * 4 + 4 + v] = 0
-    if lane == 0:
-        s.counts[warp * layout.counts + 3] = 0
+            s.counts[at.warp * layout.counts + (b * 32 + at.lane) * 4 + 4 + v] = 0
+    if at.lane == 0:
+        s.counts[at.warp * layout.counts + 3] = 0
     s.first[0] = held_address("u32", T.cuda.cvta_generic_to_shared(
-        s.counts.ptr_to([warp * layout.counts + 4])) - T.uint32(4 * MAGIC_BITS & FULL_WARP))
+        s.counts.ptr_to([at.warp * layout.counts + 4])) - T.uint32(4 * MAGIC_BITS & FULL_WARP))
 
 
 @phase

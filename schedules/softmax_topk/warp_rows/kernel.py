@@ -20,7 +20,7 @@ from .state import Place, State
 # fmt: off
 @phase
 def locate_row(layout, work, /, io, s, row, lane, warp):
-    """Do `work`, a phase (io, at, s), where the row lies that these lanes have. `warp` is its number in the thread block.
+    """Do `work`, a phase (io, at, s), at the place of these lanes' row, the `warp`-th of its thread block.
 
     Reads: the arguments. Writes, barriers: those of `work`.
     """
@@ -101,6 +101,23 @@ def kernel(layout: Layout, own: Own | None, ending: Ending | None) -> Phase:
 
 
 @phase
+def first_row(layout, own, ending, /, io, at, s):
+    """What a warp does that has one row at a time: its row, if there is one, after the producer kernel.
+
+    Writes: the outputs. Barriers: of the warp.
+    """
+    # What does not depend on a producer kernel.
+    s.factor[0] = io.scale * T.float32(LOG2_E)
+    if layout.bins > 0:
+        bins.clear_bins(layout)(io, at, s)
+    if layout.overlapped:
+        wait_then_start_consumer()
+    if at.row >= T.Cast("int64", io.batch):
+        T.thread_return()
+    one_row(layout, own, ending)(io, at, s)
+
+
+@phase
 def whole_warps(layout, own, ending, /, io):
     """The body where each warp has one row at a time."""
     T.device_entry()
@@ -110,16 +127,8 @@ def whole_warps(layout, own, ending, /, io):
     s = T.meta_var(State.alloc(layout, layout.bytes))
     lane: T.int32 = t % 32
     warp: T.int32 = t // 32
-    at_row: T.int64 = T.Cast("int64", block) * T.int64(layout.rows) + T.Cast("int64", warp)
-    # What does not depend on a producer kernel.
-    s.factor[0] = io.scale * T.float32(LOG2_E)
-    if layout.bins > 0:
-        bins.clear_bins(layout)(s, lane, warp)
-    if layout.overlapped:
-        wait_then_start_consumer()
-    if at_row >= T.Cast("int64", io.batch):
-        T.thread_return()
-    locate_row(layout, one_row(layout, own, ending))(io, s, at_row, lane, warp)
+    own_row: T.int64 = T.Cast("int64", block) * T.int64(layout.rows) + T.Cast("int64", warp)
+    locate_row(layout, first_row(layout, own, ending))(io, s, own_row, lane, warp)
 
 
 @phase

@@ -59,7 +59,9 @@ def collect_reached(layout, /, at, s):
 def rank_by_counting(layout, /, io, at, s):
     """Turn the marked elements into keys, compare each with all others, and write the first k by their ranks.
 
-    Reads: `marks`, `slot`, `size`, `present`, the logits. Writes: `keys`, the values and indices. Barriers: one, of the warp.
+    Reads: `marks`, `slot`, `size`, `present`, the logits.
+    Writes: `keys`, the values and indices.
+    Barriers: one, of the warp.
     """
     while s.marks[0] != T.uint32(0):
         take_marked(layout)(io, at, s, 0)
@@ -75,4 +77,3 @@ def rank_by_counting(layout, /, io, at, s):
         if i * layout.lanes + at.lane < s.size[0] and s.rank[0] < layout.k and s.present[0] != 0:
             write_key(io, s, s.rank[0], s.key[0])
 # fmt: on
-

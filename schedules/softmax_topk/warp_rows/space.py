@@ -14,7 +14,7 @@ WARP = 32  # lanes
 # Rows of a thread block, each with a warp.
 ROWS = powers(1, 8)
 # Lanes of a warp that share a row.
-LANES = (32, 16)
+LANES = (32,)
 # Words up to which ranking takes all warps as long.
 FEW_RANKED = 8
 # A lane holds MAX_VOCAB / 32 = 64 elements; more would not leave enough registers to work with.
