@@ -234,7 +234,7 @@ def test_which_way_is_likely() -> None:
         return bsr_call.likely_way(parse(key), where).way
 
     assert (at(0.0), at(0.98)) == (DENSE, KERNEL)
-    assert at(0.0, m=8) == KERNEL
+    assert (at(0.0, m=8), at(0.5, m=8)) == (DENSE, KERNEL)
     assert at(0.0, dtype="float32") == at(0.0, where=SM80) == at(0.0, where=machine.cpu()) == KERNEL
     for block in (16, 64):
         shares = [[at(share / 20, m, block) == DENSE for share in range(20)] for m in (16, 128, 512, 4096)]
