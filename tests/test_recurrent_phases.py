@@ -270,6 +270,22 @@ def test_the_default_of_a_cluster(key: str, expected: dict[str, int]) -> None:
     assert ClusterExtents.of(problem, found).units == 1
 
 
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        # As measured on an H200: many rows of few entries wait for nothing in clusters of their own.
+        ("steps=416,batch=36,hidden=273,nonzeros=16,cell=tanh,dtype=float32", "cluster_rows"),
+        ("steps=269,batch=53,hidden=118,nonzeros=16,cell=relu,dtype=float32", "cluster_rows"),
+        ("steps=156,batch=2,hidden=260,nonzeros=50,cell=gru_reset_before,dtype=float32", "cluster_rows"),
+        ("steps=256,batch=4,hidden=1024,nonzeros=140,cell=gru,dtype=float16", "persistent_rows"),
+        ("steps=256,batch=4,hidden=2304,nonzeros=250,cell=tanh,dtype=float16", "persistent_rows"),
+        ("steps=1,batch=2,hidden=1367,nonzeros=80,cell=tanh,dtype=float32", "step_kernels"),
+    ],
+)
+def test_which_kernel_a_layer_has_by_default(key: str, expected: str) -> None:
+    assert spaces.fallback(problem_of(key), SM90).template == expected
+
+
 def test_places_of_columns() -> None:
     """Chunks hold all units of a thread block and are multiples of 16 bytes; absent entries' place is behind them."""
     for cluster, hidden, pack, dtype in itertools.product((2, 16), (17, 64, 331), (1, 4), ("float32", "bfloat16")):

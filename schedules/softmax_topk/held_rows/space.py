@@ -32,7 +32,7 @@ WORKING = 32
 STAGED_WORKING = 40
 LATE_WORKING = 48
 MAX_WORDS = 64
-# Defaults: the share's size in elements from which on it is staged; and vectors per thread where registers hold it.
+# Defaults: the share's size in elements beyond which it is staged; and vectors per thread where registers hold it.
 LARGE = 1 << 15
 FEW = 4
 # The fewest and the most threads of a block that shares a row with others, by default.
@@ -248,7 +248,7 @@ def default(problem: SoftmaxTopk, machine: Machine) -> Decisions:
     """
 
     def badly_held(layout: Layout) -> int:
-        if layout.share * layout.width < LARGE:
+        if layout.share * layout.width <= LARGE:
             return int(layout.staged or layout.late != (layout.cluster > 1))
         if layout.early:
             return 0 if layout.vectors % 2 == 0 else 2

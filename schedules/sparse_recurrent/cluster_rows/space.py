@@ -27,11 +27,13 @@ from ..persistent_rows.space import (
     step_alone,
     too_much,
 )
+from ..persistent_rows.space import cycles as persistent_cycles
+from ..persistent_rows.space import default as persistent_default
 
 # Clusters of more than 8 thread blocks are not portable; an H100 allows 16.
 CLUSTERS = (2, 4, 8, 16)
 COPIES = 2  # of the hidden states
-MOST_PRODUCTS = 1_000_000  # of a step and exchange, by default
+LONGER = 1.35  # times as long as guessed a step of `persistent_rows` takes, at least
 BARRIER_BYTES = 8  # bytes of an mbarrier
 
 # For `cycles`, as fitted to an H200. Cycles of a step until all states are exchanged, and for each thread block that
@@ -144,16 +146,22 @@ def default(problem: SparseRecurrent, machine: Machine) -> Decisions:
 
 
 def declines(problem: SparseRecurrent, machine: Machine) -> bool:
-    """Whether the products of a step are worth more multiprocessors than a cluster has, or the GPU has too few for it,
-    or there is nothing to exchange.
+    """Whether a step is expected to take longer than one of `persistent_rows`, or the GPU has too few multiprocessors
+    for a cluster, or there is nothing to exchange.
 
-    On an H200 `persistent_rows` took 1.1 to 2.1 times as long in six searches of up to 870,000 products a step, and 0.6
-    to 0.8 times in three of 1.7 to 2.3 million. With two exchanges a step, which cost it twice as much, it took 2.0
-    times as long at 78,000 products.
+    Both are guesses of cycles: on an H200 64 layers took 0.76 to 1.20 times this template's (0.98 in the geometric
+    mean) and 149 took 1.5 times those of `persistent_rows` in the geometric mean, which count one exchange a step.
+    Those of both that were timed for the same layer: `persistent_rows` took 0.77 times as long where half as many
+    cycles are guessed, and 1.3 to 25 times as long where `LONGER` and `exchanges` times as many are.
     """
     e = ClusterExtents.of(problem, default(problem, machine))
-    products = e.hidden * longest_row(problem) * e.gates * problem.batch
-    return step_alone(problem) or products > MOST_PRODUCTS * e.exchanges or not machine.clusters_at_once(e.cluster)
+    if step_alone(problem) or not machine.clusters_at_once(e.cluster):
+        return True
+    try:
+        other = Extents.of(problem, persistent_default(problem, machine))
+    except NotApplicable:
+        return False
+    return cycles(e, machine) > LONGER * e.exchanges * persistent_cycles(other)
 
 
 def cycles(e: ClusterExtents, machine: Machine) -> float:
