@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from functools import lru_cache, partial
 
 from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.operators.bsr_sddmm.call import likely_faster, rate_of
 from tvm_sparse.runtime import dense, dispatch
 from tvm_sparse.runtime.dense import Likely, operations
@@ -76,6 +77,17 @@ def time_of_warpgroups(problem: BsrMatmul) -> float:
     panels = 1 - problem.sparsity ** max(TILE_N / problem.block_shape[0], 1)
     brought = (panels * TILE_M + density * TILE_N) * problem.k * 2
     return WARPGROUPS_LAUNCH + tiles * (BEGIN / AT_ONCE + brought / L2_BYTES)
+
+
+# Its name. It reads all of x for each block row: where x has more bytes than CACHED_X, the L2 cache does not hold it,
+# and parts of so many bytes are multiplied one after another.
+WARPS_TEMPLATE, CACHED_X, PART_X = "tensor_core", 24_000_000, 17_000_000
+
+
+def rows_in_cache(problem: BsrMatmul, machine: Machine) -> int:
+    """Rows of x that `tensor_core` multiplies at once; all of them where the cache holds these, and on a CPU."""
+    row = problem.k * numpy_dtype(problem.dtype).itemsize
+    return problem.m if machine.kind != "cuda" or problem.m * row <= CACHED_X else max(PART_X // row // 64, 1) * 64
 
 
 def kernel_time(problem: BsrMatmul) -> float:
