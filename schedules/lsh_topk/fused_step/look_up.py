@@ -263,7 +263,7 @@ def vote(e, /, s, io):
 
 @phase
 def prefetch(e, /, s, io):
-    """Have the row of token `local` brought into the L2 cache."""
+    """Prefetch a row of the embedding, that of word `local`, into the L2 cache. Reads: `local`. Barriers: none."""
     for n in T.serial(ceildiv(e.hidden, CACHE_LINE // e.itemsize)):
         T.ptx.prefetch.global_.L2(io.embedding.ptr_to([s.local, n * (CACHE_LINE // e.itemsize)]))
 
