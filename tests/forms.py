@@ -214,9 +214,9 @@ CASES: dict[str, Case] = {
         "bsr_matmul/m=7,k=66,n=35,block=5x3,sparsity=0.5", {"m": 4},
         lambda problem, given: {
             **given, "weight": tuple(given[name] for name in ("data", "indices", "indptr")),
-            "activation": problem.activation or None,
+            "activation": problem.activation or None, "precision": problem.precision or None,
         },
-        {"bias": {"bias": 1}}, texts={"activation": "activation"},
+        {"bias": {"bias": 1}}, texts={"activation": "activation", "precision": "precision"},
     ),
     "csr_linear": Case(
         "csr_linear/m=7,k=50,n=33,sparsity=0.9", {"m": 4},
