@@ -28,6 +28,7 @@ from tvm_sparse.runtime.calls import (
     refuse_gradient,
     run,
     scales_of,
+    tensors_among,
     whole_number,
     with_scratch,
     without_gradient,
@@ -212,7 +213,7 @@ def head_topk(
         if found is not None:
             return found
 
-    if custom.transformed(hidden, words, bias, ids, scales, temperature if own else None):
+    if custom.transformed(hidden, words, bias, ids, scales, *tensors_among(temperature, soft_cap)):
         options = {"log": log, "temperature": temperature, "bias": bias, "ids": ids, "normaliser": normaliser}
         options |= {"constant": constant, "rounded": bool(rounded), "soft_cap": soft_cap}
         return custom.module_of("head_topk").head_topk(hidden, embedding, k, out=out, **options)
@@ -295,7 +296,7 @@ def _part(
     _, heats = scales_of(options["temperature"])  # also checked for a shard of padding
     if type(embedding) is not type(hidden):
         embedding = without_gradient(embedding)
-    if custom.transformed(hidden, embedding, bias, heats):
+    if custom.transformed(hidden, embedding, bias, *tensors_among(options["temperature"], options["soft_cap"])):
         return custom.module_of("head_topk").head_topk(hidden, embedding, k, bias=bias, shard=shard, out=out, **options)
     known, theirs = pair_facts(hidden, embedding)
     for name, one in (("bias", bias), ("temperature", heats)):
