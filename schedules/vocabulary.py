@@ -31,6 +31,7 @@ DECISIONS: Mapping[str, str] = {
     "tile_n": "Rows of the weight that a tile of the product covers.",
     "tile_k": "Columns of a block row's blocks that a thread block computes.",
     "warps_m": "Warps of a thread block on neighbouring tiles along m, which read the same blocks of the weight.",
+    "lanes": "Lanes of a warp that share a row: all of them, or half, so that the warp has two rows at the same time.",
     "column_lanes": "Lanes of a warp side by side along the columns of a tile; others take other entries.",
     "bucket_lanes": "Lanes of a warp that go through one bucket of a hash table together.",
     "hash_threads": "Threads of a thread block of the kernel that hashes and looks words up.",
@@ -156,6 +157,7 @@ ADDED: Mapping[str, Mapping[str, int]] = {
     "held_rows": {"staged": 0, "row_bound": 0},
     "persistent_tiles": {"passes": 1},
     "sample_slices": {"tickets": 0, "overlap": 0},
+    "warp_rows": {"lanes": 32},
     **dict.fromkeys(("threshold_gate", "cluster_gate", "sample_gate", "sample_cluster"), {"unroll": 1}),
 }
 

@@ -14,11 +14,14 @@ SETTINGS. So neither has a column. The kernel takes no blocks below 16.
 
 Problems are taken in an order drawn by `--seed`, until time ends. Each product is compared with that in float64 before
 it is timed, in CUDA graphs, inputs hot, all in turn. For each block and number of rows all settings are timed once, and
-the `KEPT` fastest afterwards. Triton's kernels are compiled before, by several processes.
+the `KEPT` fastest afterwards. Triton's kernels are compiled before, by several processes; a setting that does not
+compile or run is reported and left out. A weight has one block less than its sparsity says where their number would be
+a multiple of 16, for which Triton compiles another kernel.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import multiprocessing
@@ -26,7 +29,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,8 +42,11 @@ from reproduction import provenance
 import tvm_sparse
 from tvm_sparse.bench.timing import time_cpu, time_cuda
 from tvm_sparse.cli.common import Target, errors, machine_here
+from tvm_sparse.core.machine import Machine
 from tvm_sparse.operators.bsr_matmul.call import way
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
+from tvm_sparse.operators.bsr_matmul.weight import BsrWeight
+from tvm_sparse.runtime.dense import KERNEL
 
 ROWS = (16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384)
 BLOCKS = (8, 16, 32, 64, 128)
@@ -50,6 +56,8 @@ WEIGHT = (4096, 4096)  # k and n
 SETTINGS = ((32, 4, 4), (64, 4, 4), (64, 3, 8), (128, 3, 8), (128, 4, 4), (256, 3, 8))
 KEPT = 2
 LEAST_TRITON = 16
+# Triton compiles other kernels for multiples of this; seconds for all of its kernels.
+MULTIPLE, COMPILE_SECONDS = 16, 80.0
 # Calls of a graph at least: those of many rows take milliseconds.
 FEWEST = 2
 # Ours counts as no slower than the best up to this ratio.
@@ -57,6 +65,11 @@ EQUAL = 1.03
 OURS, DENSE, TRITON = "ours", "dense", "triton"
 COLUMNS = ("m", "k", "n", "block", "sparsity", "dtype", OURS, "way", DENSE, TRITON, "setting", "over_best", "note")
 Setting = tuple[int, int, int]
+
+
+def way_of(problem: BsrMatmul, where: Machine) -> str:
+    """The way that calls choose without a record."""
+    return way(problem, where) if where.kind == "cuda" else KERNEL
 
 
 def meta_of(m: int, setting: Setting) -> dict[str, int]:
@@ -73,14 +86,46 @@ def settings_of(problem: BsrMatmul) -> list[Setting]:
     return found or [(problem.m, 4, 4)]
 
 
-def compile_triton(job: tuple[BsrMatmul, Setting]) -> None:
-    """Compile a kernel of Triton, in a process of its own: later calls find it in Triton's cache."""
-    problem, setting = job
-    weight, x = weight_of(problem, 0)
+def operands(problem: BsrMatmul, seed: int, device: str = "cuda") -> tuple[BsrWeight, Any]:
+    """A random weight and x, by `weight_of`."""
+    return weight_of(problem, seed, device, problem.nnzb - (problem.nnzb % MULTIPLE == 0))
+
+
+def compile_triton(problem: BsrMatmul, setting: Setting) -> str:
+    """Compile a kernel of Triton, in a process of its own: later calls find it in Triton's cache. Returns what is wrong
+    with it.
+    """
+    import torch
+
     try:
+        weight, x = operands(problem, 0)
         triton_call(problem, weight, x, meta_of(problem.m, setting))()
-    except Exception as error:  # a setting that exceeds the GPU is reported where it is timed
-        print(f"{problem.key} {setting}: {type(error).__name__}", flush=True)
+        torch.cuda.synchronize()
+    except Exception as error:  # a setting that exceeds the GPU
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def without_failures(kept: dict[tuple[int, str], list[Setting]], sparsity: float, like: BsrMatmul, workers: int) -> int:
+    """Compile Triton's kernels for settings by rows and blocks. Those that fail are taken out; returns how many do not.
+
+    A kernel serves all sparsities; `sparsity` is that of the first calls.
+    """
+    jobs: dict[Future[str], tuple[tuple[int, str], Setting]] = {}
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
+    for (m, block), settings in kept.items():
+        for setting in settings:
+            problem = replace(like, m=m, block=block, sparsity=sparsity)
+            jobs[pool.submit(compile_triton, problem, setting)] = (m, block), setting
+    _, late = wait(jobs, COMPILE_SECONDS)
+    for future, (key, setting) in jobs.items():
+        # A process that ends breaks the pool.
+        reason = "no time" if future in late else str(future.exception() or "") or future.result()
+        if reason:
+            kept[key].remove(setting)
+            typer.echo(f"Triton, m={key[0]}, block {key[1]}, {setting}: {reason}"[:160])
+    pool.shutdown(wait=False, cancel_futures=True)
+    return sum(map(len, kept.values()))
 
 
 def summary(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -125,19 +170,15 @@ def main(
         ]
         random.Random(seed).shuffle(problems)
         kept = {(p.m, p.block): settings_of(p) if where.kind == "cuda" else [] for p in problems}
-        # A kernel of Triton serves all sparsities; the fewest blocks make the quickest first call.
-        jobs = [
-            (replace(next(p for p in problems if (p.m, p.block) == key), sparsity=max(sparsity or SPARSITIES)), setting)
-            for key, settings in kept.items()
-            for setting in settings
-        ]
-        if jobs:
-            context = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(workers, context) as pool:
-                list(pool.map(compile_triton, jobs))
-        tvm_sparse.warmup(problems, target=where.device)
-        typer.echo(f"{len(problems)} problems, {len(jobs)} kernels of Triton, {ends - time.monotonic():.0f} s left")
+        # The fewest blocks make the quickest first call.
+        kernels = without_failures(kept, max(sparsity or SPARSITIES), problems[0], workers) if any(kept.values()) else 0
+        typer.echo(f"{kernels} kernels of Triton, {ends - time.monotonic():.0f} s left")
+        tvm_sparse.warmup([p for p in problems if way_of(p, where) != DENSE], target=where.device)
+        typer.echo(f"{len(problems)} problems, {ends - time.monotonic():.0f} s left")
         report, lines = Report(csv_path, provenance(where), COLUMNS, quiet=True), []
+        # PyTorch collects garbage before each graph that it records: what lives until the end need not be visited.
+        gc.collect()
+        gc.freeze()
         for problem in problems:
             if time.monotonic() > ends:
                 break
@@ -147,11 +188,11 @@ def main(
         typer.echo(f"{len(lines)} of {len(problems)} problems\n{summary(lines)}")
 
 
-def _timed(problem: BsrMatmul, settings: list[Setting], where: Any, seed: int) -> dict[str, Any]:
+def _timed(problem: BsrMatmul, settings: list[Setting], where: Machine, seed: int) -> dict[str, Any]:
     """The line of a problem. Leaves the `KEPT` fastest in `settings`."""
     import torch
 
-    prepared, x = weight_of(problem, seed, where.device)
+    prepared, x = operands(problem, seed, where.device)
     matrix, check = prepared.to_dense(), checker(problem, prepared, x)
     calls: dict[Any, Callable[[], Any]] = {
         OURS: lambda: tvm_sparse.bsr_matmul(x, prepared),
@@ -184,7 +225,7 @@ def _timed(problem: BsrMatmul, settings: list[Setting], where: Any, seed: int) -
         **{name: getattr(problem, name) for name in ("m", "k", "n", "sparsity", "dtype")},
         "block": problem.block_shape[0],
         OURS: round(us[OURS], 2),
-        "way": way(prepared.problem(problem.m), where) if where.kind == "cuda" else "kernel",
+        "way": way_of(prepared.problem(problem.m), where),
         DENSE: round(us[DENSE], 2),
         TRITON: round(us[best], 2) if best else None,
         "setting": " ".join(map(str, best)) if best else None,

@@ -137,14 +137,16 @@ def drawn(
     return found | dict.fromkeys(random.Random(seed).sample(left, min(count, len(left))))
 
 
-def weight_of(problem: BlockSparse, seed: int, device: str = "cuda") -> tuple[BsrWeight, Any]:
-    """A random weight, and x."""
+def weight_of(
+    problem: BlockSparse, seed: int, device: str = "cuda", blocks: int | None = None
+) -> tuple[BsrWeight, Any]:
+    """A random weight of this number of blocks, or as many as its sparsity says, and x."""
     import numpy as np
     import torch
 
     rng = np.random.default_rng(seed)
     block_rows, block_cols = problem.grid
-    indptr, indices = random_pattern(rng, problem.nnzb, block_cols, np.ones(block_rows))
+    indptr, indices = random_pattern(rng, problem.nnzb if blocks is None else blocks, block_cols, np.ones(block_rows))
     generator = torch.Generator(device).manual_seed(seed)
     made: dict[str, Any] = {"generator": generator, "device": device}
     dtype = getattr(torch, problem.dtype)

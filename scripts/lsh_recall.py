@@ -14,7 +14,11 @@ the T words alone, without a hash.
 
 Nothing is timed here: a small share is useless if finding it takes longer than reading the whole vocabulary
 (`LshHead.fit` measures that). `increments` is the number of counter increments in a row's look-up, as a multiple of the
-vocabulary.
+vocabulary, if all buckets were equally large; `counted` is that of the states, whose buckets are the large ones.
+
+`--variant` names ways of hashing that may even buckets out, by default "plain" alone: "centred" hashes words less the
+mean word, which changes no ranking; "small" leaves buckets of more than four times the even size out of the count, as a
+search engine does stop words; "centred small" does both.
 """
 
 from __future__ import annotations
@@ -46,10 +50,13 @@ SETTINGS = (
 # T, as shares of the vocabulary.
 FREQUENT = (0.0, 0.02, 0.05, 0.08, 0.12)
 PASSAGE = 64  # tokens that the model reads at a time
+PLAIN, CENTRED, SMALL = "plain", "centred", "small"
+VARIANTS = (PLAIN, CENTRED, SMALL, f"{CENTRED} {SMALL}")
+LARGEST = 4  # times the even size, of a bucket that counts in the variant
 # Rows whose hits are counted at once: as many as stay in a core's cache.
 AT_ONCE = 8
-COLUMNS = ("k", "units", "bands", "frequent", "beam", "goal", "threshold", "share", "recall_1", "recall_12",
-           "increments")  # fmt: skip
+COLUMNS = ("variant", "k", "units", "bands", "frequent", "beam", "goal", "threshold", "share", "recall_1",
+           "recall_12", "increments", "counted")  # fmt: skip
 
 
 class Data(NamedTuple):
@@ -145,13 +152,22 @@ def reached(
     beam: int,
     seed: int,
     goals: Sequence[float] = GOALS,
-) -> list[Line]:
-    """For one hash: for each T and each goal the largest threshold that reaches the recall."""
+    variant: str = PLAIN,
+) -> tuple[list[Line], float]:
+    """For one hash: for each T and each goal the largest threshold that reaches the recall; and a state's counter
+    increments, as a multiple of the vocabulary.
+    """
     permutations = wta.permutations(data.embedding.shape[1], k, units, bands, seed)
-    bits = wta.code_bits(k, units)
-    dtype = np.uint8 if bits <= 8 else np.uint16 if bits <= 16 else np.int32
-    of_words = np.ascontiguousarray(wta.hash_rows(data.embedding, permutations).T.astype(dtype))
+    bits, vocab = wta.code_bits(k, units), len(data.embedding)
+    dtype = np.uint8 if bits < 8 else np.uint16 if bits < 16 else np.int32
+    words = data.embedding - data.embedding.mean(axis=0) if CENTRED in variant else data.embedding
+    of_words = np.ascontiguousarray(wta.hash_rows(words, permutations).T.astype(dtype))
     codes = wta.hash_rows(data.hidden, permutations).astype(dtype)
+    sizes = np.stack([np.bincount(band, minlength=1 << bits)[own] for band, own in zip(of_words, codes.T, strict=True)])
+    if SMALL in variant:
+        large = sizes > LARGEST * vocab / k**units
+        codes[large.T], sizes[large] = 1 << bits, 0  # which no word has
+    counted = float(sizes.sum(axis=0).mean()) / vocab
     # Words are grouped by consecutive values of T, and their hits are counted separately.
     edges = [*frequent, len(data.rank)]
     order = np.argsort(data.rank)
@@ -159,13 +175,13 @@ def reached(
     of_best = np.empty(data.best.shape, np.int64)
     step = -(-AT_ONCE // beam) * beam
     for start in range(0, len(codes), step):
-        counted = hits(codes[start : start + step], of_words)
+        shared = hits(codes[start : start + step], of_words)
         if beam > 1:  # equation 3: a word counts if any row of the beam finds it
-            counted = counted.reshape(-1, beam, counted.shape[1]).max(axis=1)
+            shared = shared.reshape(-1, beam, shared.shape[1]).max(axis=1)
         best = data.best[start : start + step]
-        of_best[start : start + step] = counted[np.arange(len(best))[:, None] // beam, best]
+        of_best[start : start + step] = shared[np.arange(len(best))[:, None] // beam, best]
         for i, (first, end) in enumerate(zip(edges, edges[1:], strict=False)):
-            between[i] += np.bincount(counted[:, order[first:end]].ravel(), minlength=bands + 1)
+            between[i] += np.bincount(shared[:, order[first:end]].ravel(), minlength=bands + 1)
 
     lines = []
     lists = len(codes) // beam
@@ -179,7 +195,7 @@ def reached(
             threshold = int(np.flatnonzero(reaching >= goal)[-1])
             above = found >= threshold
             lines.append(Line(always, goal, threshold, share[threshold], (above[:, 0].mean(), above.mean())))
-    return lines
+    return lines, counted
 
 
 def top_only(data: Data, goals: Sequence[float] = GOALS) -> list[Line]:
@@ -204,6 +220,7 @@ def parsed(setting: str) -> tuple[int, int, int]:
 def main(
     model: Annotated[Path | None, typer.Argument(help="Folder of a MiniLM, or .npz with embedding and hidden.")] = None,
     setting: Annotated[list[str] | None, typer.Option(help="Only these k,units,bands.")] = None,
+    variant: Annotated[list[str] | None, typer.Option(help=f"{', '.join(VARIANTS)}; default: {PLAIN}.")] = None,
     rows: Annotated[int, typer.Option(min=1, help="States that recall is measured on.")] = 600,
     samples: Annotated[int, typer.Option(min=1, help="States that choose the T words.")] = 6000,
     beam: Annotated[int, typer.Option(min=1, help="Neighbouring states that share a list.")] = 1,
@@ -213,6 +230,9 @@ def main(
 ) -> None:
     """Recall against words read, for a grid of settings."""
     settings = [parsed(text) for text in setting or SETTINGS]
+    variants = variant or [PLAIN]
+    if unknown := set(variants) - set(VARIANTS):
+        raise typer.BadParameter(f"expected {', '.join(VARIANTS)}, got {min(unknown)}", param_hint="--variant")
     model = model or installed()
     data = make_data(model, rows, samples, beam, seed, save)
     vocab, hidden = data.embedding.shape
@@ -224,35 +244,38 @@ def main(
     for name, value in facts.items():
         typer.echo(f"{name}: {value}")
     frequent = [round(share * vocab) for share in FREQUENT]
-    rights = ("T", *(f"recall@{N} {goal:g}" for goal in GOALS), "increments")
-    printed = table("k, units, bands", *rights, right=rights)
+    rights = ("T", *(f"recall@{N} {goal:g}" for goal in GOALS), "increments", "counted")
+    printed = table("variant", "k, units, bands", *rights, right=rights)
     written: list[list[Any]] = []
     least: dict[float, tuple[Line, str]] = {}
 
-    def show(name: str, numbers: tuple[Any, ...], lines: Sequence[Line], increments: float) -> None:
+    def show(name: str, numbers: tuple[Any, ...], lines: Sequence[Line], increments: float, counted: float) -> None:
         cells = [f"{line.share:.1%} (t {line.threshold})" for line in lines]
-        printed.add_row(name, str(lines[0].frequent), *cells, f"{increments:.1f}")
+        setting = ", ".join(map(str, numbers))
+        printed.add_row(name, setting, str(lines[0].frequent), *cells, f"{increments:.1f}", f"{counted:.1f}")
         for line in lines:
-            at = [*numbers, line.frequent, beam, line.goal, line.threshold, f"{line.share:.4f}"]
-            written.append([*at, *(f"{found:.4f}" for found in line.recall), f"{increments:.2f}"])
+            at = [name, *numbers, line.frequent, beam, line.goal, line.threshold, f"{line.share:.4f}"]
+            written.append([*at, *(f"{found:.4f}" for found in line.recall), f"{increments:.2f}", f"{counted:.2f}"])
             if line.goal not in least or line.share < least[line.goal][0].share:
-                least[line.goal] = line, name
+                least[line.goal] = line, f"{name}, {setting}"
 
     for k, units, bands in settings:
-        lines = reached(data, k, units, bands, frequent, beam, seed)
-        for start in range(0, len(lines), len(GOALS)):
-            show(f"{k}, {units}, {bands}", (k, units, bands), lines[start : start + len(GOALS)], bands / k**units)
+        for kind in variants:
+            lines, counted = reached(data, k, units, bands, frequent, beam, seed, variant=kind)
+            for start in range(0, len(lines), len(GOALS)):
+                some = lines[start : start + len(GOALS)]
+                show(kind, (k, units, bands), some, bands / k**units, counted)
     alone = top_only(data)
-    printed.add_row("TOP", "", *(f"{line.share:.1%} (T {line.frequent})" for line in alone), "")
+    printed.add_row("", "TOP", "", *(f"{line.share:.1%} (T {line.frequent})" for line in alone), "", "")
     for line in alone:
-        at = ["TOP", "", "", line.frequent, beam, line.goal, "", f"{line.share:.4f}"]
-        written.append([*at, *(f"{found:.4f}" for found in line.recall), ""])
+        at = ["", "TOP", "", "", line.frequent, beam, line.goal, "", f"{line.share:.4f}"]
+        written.append([*at, *(f"{found:.4f}" for found in line.recall), "", ""])
 
     typer.echo(f"\nshare of the vocabulary in a list, at the largest threshold t with the recall of the {N} best")
     console().print(printed)
     for goal, (line, name) in least.items():
         typer.echo(
-            f"recall@{N} of {goal:g}: {line.share:.1%} of the vocabulary by (k, units, bands) = ({name}),"
+            f"recall@{N} of {goal:g}: {line.share:.1%} of the vocabulary by (variant, k, units, bands) = ({name}),"
             f" threshold {line.threshold}, T {line.frequent}: recall@1 {line.recall[0]:.4f}, @{N} {line.recall[1]:.4f}"
         )
     if csv_path:

@@ -29,7 +29,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from heads import Report, show
+from heads import Report, ready, show
 from real_vocabulary import safetensors
 from reproduction import provenance
 
@@ -231,37 +231,46 @@ def main(
             make(folder_of(package, folder), rng)
             for make, package in ((resemblyzer, "resemblyzer"), (silero, "silero_vad"), (g2p, "g2p_en"))
         ]
-        rows = []
+        rows, made, problems = [], [], []
         for model in models:
             for density in map(float, densities.split(",")):
-                quality = model.quality([converted(one, density, "float32") for one in model.modules])
                 for dtype in kinds:
-                    kind = getattr(torch, dtype)
                     for module, x in zip(model.modules, model.inputs, strict=True):
-                        # PyTorch's module in 16 bits is further from this than the converted one.
-                        wanted = copy.deepcopy(module).double()(x.double())[0]
-                        theirs = copy.deepcopy(module).to(device, kind)
-                        layers, x = converted(module, density, dtype).to(device), x.to(device, kind)
-                        difference = largest(layers(x)[0], wanted)
-                        if density == 1 and difference > EQUAL[dtype]:
-                            fail(f"{model.name}: the converted layers differ by {difference:.2g} in {dtype}")
-                        calls = {"torch": lambda m=theirs, x=x: m(x), "ours": lambda m=layers, x=x: m(x)}
-                        times = (time_cuda if device == "cuda" else time_cpu)(calls, rounds)
-                        torch_s, ours_s = (float(np.median(times[name][1])) for name in ("torch", "ours"))
-                        cells = {
-                            "model": model.name,
-                            "layers": f"{module.num_layers} {module.mode} of {module.hidden_size}",
-                            "dtype": dtype,
-                            "density": density,
-                            "steps": x.shape[1],
-                            "difference": f"{difference:.2g}",
-                            "quality": f"{quality:.4f}",
-                            "torch_us": f"{torch_s * 1e6:.1f}",
-                            "ours_us": f"{ours_s * 1e6:.1f}",
-                            "torch / ours": f"{torch_s / ours_s:.2f}",
-                        }
-                        report.add(**cells)
-                        rows.append([str(cell) for cell in cells.values()])
+                        layers = converted(module, density, dtype).to(device)
+                        made.append((model, density, dtype, module, x, layers))
+                        for layer in layers.layers:
+                            problems += layer.problems(x.shape[1], len(x), target=device).values()
+        quality = {
+            (model.name, density): model.quality([converted(one, density, "float32") for one in model.modules])
+            for model in models
+            for density in map(float, densities.split(","))
+        }
+        with ready(problems, where):
+            for model, density, dtype, module, x, layers in made:
+                kind = getattr(torch, dtype)
+                # PyTorch's module in 16 bits is further from this than the converted one.
+                wanted = copy.deepcopy(module).double()(x.double())[0]
+                theirs, x = copy.deepcopy(module).to(device, kind), x.to(device, kind)
+                difference = largest(layers(x)[0], wanted)
+                if density == 1 and difference > EQUAL[dtype]:
+                    fail(f"{model.name}: the converted layers differ by {difference:.2g} in {dtype}")
+                calls = {"torch": lambda m=theirs, x=x: m(x), "ours": lambda m=layers, x=x: m(x)}
+                times = (time_cuda if device == "cuda" else time_cpu)(calls, rounds)
+                torch_s, ours_s = (float(np.median(times[name][1])) for name in ("torch", "ours"))
+                cells = {
+                    "model": model.name,
+                    "layers": f"{module.num_layers} {module.mode} of {module.hidden_size}",
+                    "dtype": dtype,
+                    "density": density,
+                    "steps": x.shape[1],
+                    "difference": f"{difference:.2g}",
+                    "quality": f"{quality[model.name, density]:.4f}",
+                    "torch_us": f"{torch_s * 1e6:.1f}",
+                    "ours_us": f"{ours_s * 1e6:.1f}",
+                    "torch / ours": f"{torch_s / ours_s:.2f}",
+                }
+                report.add(**cells)
+                rows.append([str(cell) for cell in cells.values()])
         show(f"layers of real models on {where.name}", COLUMNS, rows)
         report.close()
 

@@ -72,7 +72,7 @@ def points_of(
         series = f"LSH {k}, {units}, {bands}"
         head = tvm_sparse.LshHead(embedding, k=k, units=units, bands=bands, threshold=1, frequent=0, seed=seed)
         frequent = [round(share * vocab) for share in FREQUENT]
-        for line in reached(data, k, units, bands, frequent, beam, seed, GOALS):
+        for line in reached(data, k, units, bands, frequent, beam, seed, GOALS)[0]:
             # If the T words alone suffice, the hash adds nothing at any threshold.
             if 0 < line.threshold < bands:
                 own = changed(head, order[: line.frequent], threshold=line.threshold, capacity=vocab)

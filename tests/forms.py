@@ -24,8 +24,12 @@ import tvm_sparse
 from tvm_sparse.core import registry
 from tvm_sparse.core.problem import FLOATS, Problem
 from tvm_sparse.core.registry import parse
+from tvm_sparse.formats.bitmap import pack_bits
 from tvm_sparse.operators.block_recurrent.call import BlockRecurrentWeights
 from tvm_sparse.operators.edit_logits.penalties import PENALTIES
+from tvm_sparse.operators.head_topk import scores
+from tvm_sparse.operators.head_topk.problem import HeadTopk
+from tvm_sparse.operators.softmax_topk.reference import best_and_asked
 from tvm_sparse.operators.sparse_recurrent.call import RecurrentWeights
 from tvm_sparse.runtime.signature import ROWS, Absent, Number, Output, Shard, Signature, Stored, Structure, Text
 
@@ -73,6 +77,28 @@ def head_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
     """The arguments of the exact head, for which octets and scales of an embedding in eight bits are one."""
     parts = {"embedding": (given["embedding"], given["scales"])} if problem.stored else {}
     return {**topk_of(problem, given), **parts}
+
+
+class MaskedHead(HeadTopk):
+    """The exact head with words that each row allows, which no kernel reads: at least k of them."""
+
+    mask: np.ndarray
+
+    @classmethod
+    def drawn(cls, problem: HeadTopk, rng: np.random.Generator) -> MaskedHead:
+        found = cls(**problem.axes)
+        mask = rng.random((problem.batch, problem.vocab)) < 0.5
+        rows = rng.permuted(np.tile(np.arange(problem.vocab), (problem.batch, 1)), axis=1)
+        np.put_along_axis(mask, rows[:, : problem.k], True, axis=1)
+        object.__setattr__(found, "mask", mask)
+        return found
+
+    def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
+        bias, ids = self.extras(inputs)
+        found = scores.scores(inputs[0], self.words(inputs), bias, self.cap(inputs))
+        found = np.where(self.mask, found, -np.inf)
+        (values, indices, *given), normaliser = best_and_asked(found, self.k, ids, *inputs[2:4])
+        return [values, indices, normaliser, *given]
 
 
 def rows_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
@@ -188,9 +214,9 @@ CASES: dict[str, Case] = {
         "bsr_matmul/m=7,k=66,n=35,block=5x3,sparsity=0.5", {"m": 4},
         lambda problem, given: {
             **given, "weight": tuple(given[name] for name in ("data", "indices", "indptr")),
-            "activation": problem.activation or None,
+            "activation": problem.activation or None, "precision": problem.precision or None,
         },
-        {"bias": {"bias": 1}}, texts={"activation": "activation"},
+        {"bias": {"bias": 1}}, texts={"activation": "activation", "precision": "precision"},
     ),
     "csr_linear": Case(
         "csr_linear/m=7,k=50,n=33,sparsity=0.9", {"m": 4},
@@ -460,6 +486,10 @@ def draw(name: str, variant: Variant, seed: int, other: bool = False, device: st
     if variant.argument == "shard" and variant.label in SHARDS:
         inputs["log"] = 0
     given = {**case.arguments(problem, inputs), **numbers}
+    if name == "head_topk" and variant.argument == "allowed" and variant.label != "absent":
+        problem = MaskedHead.drawn(problem, rng)
+        spare = rng.random((problem.batch, -problem.vocab % 32)) < 0.5
+        given["allowed"] = pack_bits(np.concatenate([problem.mask, spare], 1))
     if variant.label == "absent" and given.get(variant.argument) is not None:
         given[variant.argument] = None
     if variant.argument == "shard" and variant.label in SHARDS:
@@ -488,9 +518,11 @@ def problem_of(case: Case, axes: Mapping[str, Any]) -> Problem:
     return dataclasses.replace(problem, **axes)
 
 
-# Problems of functions that other functions call: the scores of a shard's best words.
+# Problems of functions that other functions call: the scores of a shard's best words; those of all words, and the best
+# of those that are allowed.
 WITHIN = (
     "candidate_logits/lists=7,beam=1,vocab=61,hidden=16,m=5", "candidate_logits/lists=4,beam=1,vocab=61,hidden=16,m=5",
+    "softmax_topk/batch=7,vocab=61,k=5,allowed=1", "softmax_topk/batch=4,vocab=61,k=5,allowed=1",
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from cases import SM90, check_emulated, thorough
 from tvm_sparse.core import machine, spaces
 from tvm_sparse.core.registry import parse
 from tvm_sparse.core.template import NotApplicable
+from tvm_sparse.operators.bsr_matmul.dense import reads_turned
 
 pytestmark = pytest.mark.drawn
 
@@ -24,6 +25,21 @@ POINTS: tuple[tuple[str, dict[str, int]], ...] = (
         "m=150,k=256,n=192,block=32,sparsity=0.6,dtype=bfloat16,bias=1",
         {"tile_m": 64, "tile_n": 96, "panel": 32, "stages": 3, "producers": 2, "overlap": 1},
     ),
+    # Transposed blocks, two of a block row in a panel.
+    (
+        "m=70,k=256,n=192,block=32,sparsity=0.6,dtype=bfloat16,turned=1",
+        {"tile_m": 64, "tile_n": 96, "panel": 64, "stages": 3, "overlap": 1},
+    ),
+    # Such a block in two boxes, and two panels a block column.
+    (
+        "m=40,k=256,n=256,block=128,sparsity=0.5,dtype=bfloat16,turned=1",
+        {"tile_m": 64, "tile_n": 128, "panel": 64, "stages": 4, "producers": 2, "overlap": 1},
+    ),
+    # float32, of which tensor cores take the upper bits.
+    (
+        "m=70,k=256,n=192,block=32,sparsity=0.6,precision=tf32,bias=1,activation=relu",
+        {"tile_m": 64, "tile_n": 96, "panel": 32, "stages": 3, "overlap": 1},
+    ),
     # Four of them; a last thread block of one block row, and rows of blocks that end early.
     (
         "m=40,k=128,n=144,block=16,sparsity=0.6,dtype=float16,activation=silu",
@@ -36,6 +52,18 @@ POINTS: tuple[tuple[str, dict[str, int]], ...] = (
     ),
 )
 OTHERS: tuple[tuple[str, dict[str, int]], ...] = (
+    (
+        "m=40,k=256,n=256,block=64,sparsity=0.5,precision=tf32",
+        {"tile_m": 64, "tile_n": 128, "panel": 16, "stages": 6, "producers": 2, "overlap": 1},
+    ),
+    (
+        "m=100,k=144,n=72,block=24x8,sparsity=0.5,precision=tf32",
+        {"tile_m": 128, "tile_n": 48, "panel": 16, "stages": 6, "overlap": 1},
+    ),
+    (
+        "m=100,k=144,n=96,block=48x16,sparsity=0.5,dtype=float16,bias=1,turned=1",
+        {"tile_m": 128, "tile_n": 48, "panel": 16, "stages": 4, "overlap": 1},
+    ),
     # Sides that are no powers of two, three panels a block column.
     (
         "m=100,k=144,n=72,block=24x48,sparsity=0.5,dtype=float16,bias=1",
@@ -81,14 +109,28 @@ def test_the_default_is_where_it_is_the_faster_template() -> None:
     assert first("m=512,k=1024,n=1024,block=64,sparsity=0.95") == "tensor_core"
 
 
-def test_no_block_at_all() -> None:
-    problem, template = parse("bsr_matmul/m=40,k=64,n=64,block=16,sparsity=1,dtype=float16"), "block_warpgroups"
+@pytest.mark.parametrize("turned", [0, 1])
+def test_no_block_at_all(turned: int) -> None:
+    axes, template = f"m=40,k=64,n=64,block=16,sparsity=1,dtype=float16,turned={turned}", "block_warpgroups"
+    problem = parse(f"bsr_matmul/{axes}")
     check_emulated(problem, spaces.find(template), spaces.find(template).default(problem, SM90), step=4)
 
 
+def test_transposed_blocks_are_read_as_they_are_where_that_is_the_faster_way() -> None:
+    def reads(m: int, block: tuple[int, int], dtype: str = "bfloat16", arch: str = "sm_90a") -> bool:
+        blocks = round(0.2 * 4096**2 / (block[0] * block[1]))
+        return reads_turned(m, 4096, 4096, block, blocks, dtype, machine.resolve(arch))
+
+    assert reads(8192, (32, 32)) and reads(512, (64, 64)) and reads(8192, (64, 128))
+    assert not reads(8192, (16, 16)) and not reads(64, (64, 64)) and not reads(8192, (24, 64))
+    assert not reads(8192, (64, 64), "float32") and not reads(8192, (64, 64), arch="sm_80")
+
+
 NOT_FIT = {
-    "is not of 16 bits": "m=128,k=256,n=256,block=32,sparsity=0.5",
+    "tf32 is not asked for": "m=128,k=256,n=256,block=32,sparsity=0.5",
     "multiples of 8 rows": "m=128,k=256,n=256,block=32x8,sparsity=0.5,dtype=float16",
+    "transposed blocks of 24 columns": "m=128,k=256,n=240,block=24x32,sparsity=0.5,dtype=float16,turned=1",
+    "32 columns in float32": "m=128,k=256,n=256,block=32,sparsity=0.5,precision=tf32,turned=1",
     "fills too little": "m=32,k=256,n=256,block=32,sparsity=0.5,dtype=float16",
 }
 

@@ -14,6 +14,7 @@ from cases import calls_run, thorough, use_dispatcher
 
 import tvm_sparse
 from tvm_sparse.core.registry import parse
+from tvm_sparse.formats.bitmap import pack_bits
 from tvm_sparse.operators.softmax_sample import reference
 from tvm_sparse.operators.softmax_sample.problem import SLACK
 from tvm_sparse.runtime.dispatch import Dispatcher
@@ -81,6 +82,20 @@ def check_draws(head: Any, hidden: Any, given: dict[str, Any], processes: int) -
         assert fits[defined].all()
 
 
+def check_bitmaps(head: Any, hidden: Any, bias: Any, seed: int) -> None:
+    """Words that a row does not allow count as those with a bias of -inf."""
+    mask = np.random.default_rng([seed, head.shard[0]]).random((BATCH, len(bias))) < 0.8
+    allowed = torch.from_numpy(pack_bits(mask)).to(hidden.device)
+    found = head.topk(hidden, K, log=True, bias=bias, allowed=allowed)
+    tokens, _ = head.sample(hidden, K, torch.full((BATCH,), 0.7, device=hidden.device), bias=bias, allowed=allowed)
+    for row in range(BATCH):
+        masked = torch.where(torch.from_numpy(mask[row]).to(bias.device), bias, -torch.inf)
+        wanted = head.topk(hidden[row : row + 1], K, log=True, bias=masked)
+        for have, want in zip(found, wanted, strict=True):
+            torch.testing.assert_close(have[row], want[0], rtol=1e-5, atol=1e-5)
+        assert tokens[row] in wanted[1][0]
+
+
 def check_results(rank: int, rows: Sequence[int], total: int, seed: int, place: str) -> None:
     problem = parse(f"head_topk/batch={BATCH},vocab={total},hidden={HIDDEN},k={K},bias=1")
     first = sum(rows[:rank])
@@ -103,6 +118,8 @@ def check_results(rank: int, rows: Sequence[int], total: int, seed: int, place: 
                 torch.distributed.all_gather(every, found[1])
                 assert all(torch.equal(one, found[1]) for one in every)
                 check_draws(head, torch.from_numpy(hidden).to(place), given, len(rows))
+                if structure == "random":
+                    check_bitmaps(head, torch.from_numpy(hidden).to(place), given["bias"], seed)
             elif batch:
                 few = parse(f"head_topk/batch=1,vocab={total},hidden={HIDDEN},k={K},bias=1")
                 some = [inputs[0][:1], *inputs[1:]]

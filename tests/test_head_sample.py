@@ -142,7 +142,7 @@ def test_draws_are_those_of_the_scores(name: str, dtype: str, place: str, monkey
     options = {key: placed(value, "torch", place) for key, value in options_of(name, rng).items()}
     uniforms = torch.tensor(rng.random(BATCH, np.float32), device=place)
     written = []
-    monkeypatch.setattr(module, "all_scores", lambda *args: written.append(1) or product.float_scores(*args))
+    monkeypatch.setattr(module, "scores_of", lambda *args: written.append(1) or product.float_scores(*args))
     scores = (hidden.double() @ embedding.double().T).float().to(place)
     for row in (None, bias.to(place)) if name == "all filters" else (bias.to(place),):
         for _ in range(2):

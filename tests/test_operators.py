@@ -264,12 +264,22 @@ def test_special_logits_are_special() -> None:
     assert np.signbit(logits[logits == 0]).any()
 
 
+def parts_of_weight(problem: BsrMatmul, inputs: list[Any]) -> tuple[Any, Any, Any, Any]:
+    """x, blocks as they stand in the weight, indices and indptr."""
+    x, data, indices, indptr, _, _, _, *others = inputs
+    if problem.turned:
+        places = others[0]
+        assert sorted(places) == list(range(len(indices)))
+        data = np.array([data[place].T for place in places], data.dtype).reshape(-1, *problem.block_shape)
+    return x, data, indices, indptr
+
+
 @pytest.mark.parametrize("problem", BSR, ids=case_id)
 def test_weights_are_valid_for_every_structure(problem: BsrMatmul) -> None:
     block_rows, block_cols = problem.grid
     for seed, structure in enumerate(problem.structures):
         inputs = problem.generate(seed, structure)
-        x, data, indices, indptr = inputs[:4]
+        x, data, indices, indptr = parts_of_weight(problem, inputs)
         assert [b.shape for b in problem.biases(inputs)] == [(problem.n,)] * problem.bias
         assert len(inputs) == len(problem.kernel_inputs)
         assert x.shape == (problem.m, problem.k) and data.shape == (len(indices), *problem.block_shape)
@@ -421,7 +431,7 @@ def test_bsr_matmul_reference_against_scipy(problem: BsrMatmul) -> None:
     }[problem.activation]
     for seed, structure in enumerate(problem.structures):
         inputs = problem.generate(seed, structure)
-        x, data, indices, indptr = inputs[:4]
+        x, data, indices, indptr = parts_of_weight(problem, inputs)
         wide = data.astype(np.float64)
         weight = scipy.sparse.bsr_array((wide, indices, indptr), shape=(problem.n, problem.k))
         if structure == "special":

@@ -281,6 +281,36 @@ def test_screened_heads_are_exact(name: str, place: str) -> None:
         assert most == 2000 if name in MANY else most < 250
 
 
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("cap", [0.25, 3.0, 30.0])
+@pytest.mark.parametrize("name", ["as drawn", "a bias", "large columns", "NaN", "zeros", "pairs of equal words"])
+def test_screened_heads_are_exact_under_a_soft_cap(name: str, cap: float, place: str) -> None:
+    """Also where it makes many scores equal, whose words are then in order."""
+    hidden, embedding, bias = SCREENED[name](
+        drawn((4, WIDE), "bfloat16", 3) * 4, drawn((2000, WIDE), "bfloat16") * 0.125, drawn((2000,), seed=4)
+    )
+    hidden, embedding, bias = (None if one is None else one.to(place) for one in (hidden, embedding, bias))
+    head, options = ScreenedHead(embedding, bias), {"temperature": 0.7, "soft_cap": cap}
+    wanted = head_topk(hidden, embedding, 9, bias=bias, shard=(0, 2000), **options)
+    scores = hidden.double() @ embedding.double().T
+    scores = cap * (scores / cap).tanh() + (0 if bias is None else bias)
+    close = {"rtol": 1e-6, "atol": 2.0**-19 * cap, "equal_nan": True}
+    for synchronise in (None, False):
+        found = head.topk(hidden, 9, normaliser=True, synchronise=synchronise, **options)
+        torch.testing.assert_close(found.values, wanted[0], **close)
+        torch.testing.assert_close(found.values.double(), scores.gather(1, found.indices), **close)
+        ordered = found.indices.sort(1).values
+        assert (ordered[:, 1:] != ordered[:, :-1]).all()
+        equal = found.values[:, 1:] == found.values[:, :-1]
+        assert (found.indices[:, 1:] > found.indices[:, :-1])[equal].all()
+        off = (found.normaliser - (scores / 0.7).logsumexp(1)).abs()
+        assert ((off <= found.error) | off.isnan()).all()
+    if place == "cpu":
+        assert head.exact_calls == 0
+    with pytest.raises(ValueError, match="soft_cap"):
+        head.topk(hidden, 9, soft_cap=-1.0)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_words_that_fill_the_last_tile(masked: bool) -> None:
     """As a GPU's kernels need them: no result shows them, even where all words survive."""
@@ -323,8 +353,8 @@ def test_what_a_screened_head_leaves_to_the_exact_one(monkeypatch: pytest.Monkey
     head = ScreenedHead(embedding, groups=4)
     monkeypatch.setattr(screened_head, "CAPACITY", 4)
     for rows, k, exact in ((2, 5, 1), (20, 5, 2), (2, 300, 3)):
-        found = head.topk(hidden[:rows], k, normaliser=True)
-        wanted = head_topk(hidden[:rows], embedding, k, shard=(0, 2000))
+        found = head.topk(hidden[:rows], k, normaliser=True, soft_cap=9.0)
+        wanted = head_topk(hidden[:rows], embedding, k, shard=(0, 2000), soft_cap=9.0)
         assert all(torch.equal(have, want) for have, want in zip(found, wanted, strict=False))
         assert head.exact_calls == exact and not found.error.any()
 

@@ -150,8 +150,8 @@ def test_the_dense_way_in_training_follows_the_optimiser(tmp_path: Any) -> None:
 # A table of the rule, so that the tests do not depend on measurements.
 TABLE = {
     ("lstm", FEW): {512: (512, 64, 16, 8), 1024: (64, 16, 8, 8)},
-    ("lstm", MANY): {512: (512, 64, 32, 32), 1024: (64, 24, 24, 24)},
-    ("lstm", STEPS): {1024: (128, 64, 32, 32), 2048: (128, 32, 32, 16)},
+    ("lstm", MANY): {512: (512, 65, 33, 33), 1024: (65, 17, 17, 17)},
+    ("lstm", STEPS): {1024: (129, 65, 33, 33), 2048: (129, 33, 33, 16)},
 }
 
 
@@ -163,11 +163,11 @@ def test_the_way_is_a_rule_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def way(where: Any = here, **changed: Any) -> str:
         return likely_way(DenseCall(**{**vars(call), **changed}), where).way
 
-    assert way() == way(batch=24) == way(batch=128) == way(hidden=512, batch=64) == way(density=0.5, batch=8) == "dense"
+    assert way() == way(batch=24) == way(batch=128) == way(hidden=512, batch=72) == way(density=0.5, batch=8) == "dense"
     # A few sequences, and not more of them.
     assert way(hidden=512, density=0.3) == "dense" and way(hidden=512, density=0.3, batch=24) == "kernel"
     # Where cuDNN has no persistent kernel the other row of the table counts.
-    for changed in ({"batch": 100}, {"dtype": "bfloat16", "batch": 64}, {"inputs": 100, "batch": 64}, {"batch": 256}):
+    for changed in ({"batch": 100}, {"dtype": "bfloat16", "batch": 65}, {"inputs": 100, "batch": 65}, {"batch": 256}):
         assert way(**changed) == "dense", changed
     for changed in (
         {"batch": 8}, {"batch": 17}, {"hidden": 512, "batch": 56}, {"inputs": 100, "batch": 48}, {"density": 0.02},
@@ -185,9 +185,10 @@ def test_least_batches_are_interpolated(monkeypatch: pytest.MonkeyPatch) -> None
     def least(*given: Any) -> int | None:
         return recurrent_dense.least_batch("lstm", *given)
 
-    assert [least(MANY, 512, one) for one in recurrent_dense.DENSITIES] == [512, 64, 32, 32]
-    assert least(FEW, 1024, 0.01) == 64 and least(FEW, 1024, 0.009) is None
-    assert least(FEW, 724, 0.1) == 32 and least(STEPS, 1448, 0.1) == 45  # geometric means
+    assert [least(MANY, 512, one) for one in recurrent_dense.DENSITIES] == [512, 65, 33, 33]
+    assert least(FEW, 1024, 0.01) == 49 and least(FEW, 1024, 0.009) is None
+    # Geometric means, of 32 and 46, where a launch of 16 sequences begins.
+    assert least(FEW, 724, 0.1) == 17 and least(STEPS, 1448, 0.1) == 33
     assert least(FEW, 1024, (0.1 * 0.3) ** 0.5) == 11
     assert least(STEPS, 512, 0.1) is None and least(STEPS, 2049, 0.1) is None
 
@@ -200,7 +201,7 @@ def test_the_table_of_least_batches_is_whole() -> None:
             assert all(1 <= batch <= recurrent_dense.NEVER for batch in row)
 
 
-@pytest.mark.parametrize(("name", "most"), [("rnn-grid-h200", 1.05), ("rnn-grid-drawn-h200", 1.25)])
+@pytest.mark.parametrize(("name", "most"), [("rnn-grid-h200", 1.05), ("rnn-grid-drawn-h200", 1.05)])
 def test_no_call_that_was_measured_is_slower_than_cudnn(name: str, most: float) -> None:
     """By the committed times; drawn calls are between those of the table, and may cost more."""
     rows = [line for line in (RESULTS / f"{name}.csv").read_text().splitlines() if not line.startswith("#")]

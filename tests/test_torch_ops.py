@@ -16,6 +16,7 @@ import pytest
 from cases import calls_run
 
 import tvm_sparse
+from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 from tvm_sparse.operators.bsr_matmul.weight import Structure
 from tvm_sparse.runtime import custom, repeat
 from tvm_sparse.runtime.dispatch import Dispatcher
@@ -40,6 +41,9 @@ KEYS = (
     f"{PRODUCT},bias=1,activation=gelu",
     f"{PRODUCT},bias=1,activation=silu",
     "bsr_matmul/m=7,k=35,n=66,block=3x5,sparsity=0.92",  # the gradient of x
+    "bsr_matmul/m=7,k=35,n=66,block=3x5,sparsity=0.92,turned=1",  # without a copy of the blocks
+    f"{PRODUCT},precision=tf32",
+    "bsr_matmul/m=7,k=35,n=66,block=3x5,sparsity=0.92,precision=tf32",
     "bsr_sddmm/m=7,k=66,n=35,block=5x3,sparsity=0.92",  # and of the stored blocks
     "csr_linear/m=7,k=66,n=7,sparsity=0.97",
     "csr_linear/m=7,k=7,n=66,sparsity=0.97",  # the gradient of x
@@ -74,6 +78,7 @@ STARTS = ints(0, 3, 3, 5, 8, 9, 9, 12)
 BLOCKS = torch.randn(12, 5, 3)
 COLUMNS = ints(4, 0, 21, 7, 3, 1, 0, 20, 5, 2, 9, 8)
 WEIGHT = tvm_sparse.BsrWeight((BLOCKS, COLUMNS, STARTS), columns=66)
+TURNED = custom.module_of("bsr_matmul").turned(COLUMNS, STARTS, 66, (5, 3), 4)
 BOTH = ints(0, 3, 3, 5, 8, 9, 12)
 ENTRIES = ints(4, 0, 21, 7, 3, 1, 0, 49, 5, 2, 49, 8)
 VALUES = torch.randn(12)
@@ -300,14 +305,15 @@ OPERATORS: dict[str, tuple[Any, ...]] = {
         *(leaf(X), leaf(BLOCKS), COLUMNS, STARTS, WEIGHT.order, WEIGHT.structure, leaf(PRODUCT_BIAS), "gelu"),
     ),
     "bsr_sddmm": (leaf(torch.randn(7, 35)), leaf(X), COLUMNS, STARTS, 5, 3, "uniform"),
+    "bsr_matmul_turned": (leaf(torch.randn(7, 35)), leaf(BLOCKS), *TURNED[1:], TURNED.places),
     "bsr_matmul_full": (
         *(leaf(X), leaf(BLOCKS), COLUMNS, STARTS, WEIGHT.order, WEIGHT.structure, leaf(PRODUCT_BIAS), "gelu"),
-        *(*custom.module_of("bsr_matmul").turned(COLUMNS, STARTS, 66, (5, 3), 4), False),
+        *(*TURNED, False),
     ),
 }
 OF = {
     **{"softmax_topk_given": "softmax_topk", "nhot_lookup_rows": "nhot_lookup", "nhot_lookup_bags": "nhot_lookup"},
-    **dict.fromkeys(("bsr_matmul_epilogue", "bsr_matmul_full", "bsr_sddmm"), "bsr_matmul"),
+    **dict.fromkeys(("bsr_matmul_epilogue", "bsr_matmul_full", "bsr_matmul_turned", "bsr_sddmm"), "bsr_matmul"),
 }
 
 
@@ -337,7 +343,7 @@ def test_operators_may_be_given_their_first_arguments_only(name: str, given: int
 
 RECALLED = (
     *("softmax", "logsumexp", "softmax_topk", "softmax_topk_given", "nhot_lookup_rows"),
-    *("bsr_matmul", "bsr_matmul_epilogue", "bsr_matmul_full"),
+    *("bsr_matmul", "bsr_matmul_epilogue", "bsr_matmul_full", "bsr_matmul_turned"),
 )
 
 
@@ -654,12 +660,13 @@ ACTIVATIONS = {
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 def test_gradients_of_a_product(activation: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks' gradient is gathered, some blocks at a time, or, as on a GPU, is part of a dense product or computed
-    by a kernel.
+    by a kernel. The gradient of x then takes the blocks as they are.
     """
     module = custom.module_of("bsr_matmul")
     monkeypatch.setattr(module, "GATHERED", 200)
     monkeypatch.setattr(module, "_all_at_once", lambda *_: way == "dense")
     monkeypatch.setattr(module, "_sampled", lambda *_: way == "sampled")
+    monkeypatch.setattr(module, "_reads_turned", lambda *_: way == "sampled")
 
     def ours(x: Any, blocks: Any, bias: Any) -> Any:
         return tvm_sparse.bsr_matmul(x, (blocks, COLUMNS, STARTS), bias=bias, activation=activation)
@@ -679,6 +686,7 @@ def test_steps_of_training_repeat_their_calls(way: str, monkeypatch: pytest.Monk
     module = custom.module_of("bsr_matmul")
     monkeypatch.setattr(module, "_all_at_once", lambda *_: way == "dense")
     monkeypatch.setattr(module, "_sampled", lambda *_: way == "sampled")
+    monkeypatch.setattr(module, "_reads_turned", lambda *_: way == "sampled")
     weight = tvm_sparse.BsrWeight((BLOCKS, COLUMNS, STARTS), columns=66)
     layer = tvm_sparse.nn.BsrLinear(weight, torch.zeros(35))
 
@@ -691,6 +699,35 @@ def test_steps_of_training_repeat_their_calls(way: str, monkeypatch: pytest.Monk
     step()
     monkeypatch.setattr(Dispatcher, "kernel", lambda *_: pytest.fail("a kernel was looked up"))
     step()
+
+
+def test_a_layer_asks_for_its_precision(dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its product and in the gradient of x; 16 bits have none."""
+    asked: list[Any] = []
+    kernel = Dispatcher.kernel
+    monkeypatch.setattr(Dispatcher, "kernel", lambda self, p, *rest: asked.append(p) or kernel(self, p, *rest))
+    weight = tvm_sparse.BsrWeight((BLOCKS, COLUMNS, STARTS), columns=66)
+    layer = tvm_sparse.nn.BsrLinear(weight, precision="tf32")
+    assert "precision='tf32'" in repr(layer) and tvm_sparse.nn.BsrLinear(weight).precision is None
+    x = leaf(X)
+    exact = X.double() @ dense(BLOCKS.double()).T
+    for call in (lambda: layer(x).sum().backward(), lambda: layer(X), lambda: layer.freeze()(X)):
+        asked.clear()
+        dispatcher.launchers = {}
+        call()
+        products = [problem for problem in asked if isinstance(problem, BsrMatmul)]
+        assert products and all(problem.precision == "tf32" for problem in products)
+    torch.testing.assert_close(layer(X).double(), exact, atol=1e-4, rtol=1e-4)
+    assert {(p.k, p.n) for p in asked} == {(66, 35)}
+    half = layer.half()
+    assert half.precision == "tf32" and weight.half().problem(7, precision="tf32").precision == ""
+    with pytest.raises(ValueError, match="^precision: expected 'tf32' or None, got 'tf16'"):
+        tvm_sparse.nn.BsrLinear(weight, precision="tf16")
+    with pytest.raises(ValueError, match="^precision: expected 'tf32'"):
+        tvm_sparse.bsr_matmul(X, weight, precision="high")
+    model = torch.nn.Sequential(torch.nn.Linear(66, 35))
+    tvm_sparse.nn.sparsify(model, block=(5, 3), precision="tf32")
+    assert model[0].precision == "tf32"
 
 
 def test_gradients_of_a_sampled_product() -> None:

@@ -14,7 +14,7 @@ from tvm_sparse.artifacts.compile import compile_candidate
 from tvm_sparse.core import spaces
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
-from tvm_sparse.schedules.softmax_topk.warp_rows.space import COUNTED, Layout
+from tvm_sparse.schedules.softmax_topk.warp_rows.space import COUNTED, Layout, allowed
 
 pytestmark = pytest.mark.drawn
 
@@ -22,12 +22,12 @@ TEMPLATE = spaces.find("warp_rows")
 DTYPES = ("float32", "float16", "bfloat16")
 
 
-def point(rows: int) -> dict[str, int]:
-    return {"rows": rows, "overlap": 1}
+def point(rows: int, lanes: int = 32) -> dict[str, int]:
+    return {"rows": rows, "overlap": 1, "lanes": lanes}
 
 
-def run(problem: SoftmaxTopk, logits: np.ndarray, seed: int = 0, rows: int = 2) -> list[np.ndarray]:
-    program = TEMPLATE.build(problem, point(rows))
+def run(problem: SoftmaxTopk, logits: np.ndarray, seed: int = 0, rows: int = 2, lanes: int = 32) -> list[np.ndarray]:
+    program = TEMPLATE.build(problem, point(rows, lanes))
     inputs = [logits.astype(numpy_dtype(problem.dtype)), 1.0, seed % 2]
     outputs = problem.empty_outputs()
     emulated(program, seed)([*inputs, *outputs])
@@ -70,7 +70,12 @@ def test_every_size(problem: SoftmaxTopk) -> None:
     ],
 )
 def test_values_that_are_hard_to_tell_apart(k: int, dtype: str) -> None:
-    vocab = 515
+    hard_rows(SoftmaxTopk(15, 515, k, dtype), point(4))
+
+
+def hard_rows(problem: SoftmaxTopk, chosen: dict[str, int]) -> None:
+    """Run a point on rows whose k best are hard to find."""
+    vocab, k = problem.vocab, problem.k
     rng = np.random.default_rng(k)
     x = rng.standard_normal((15, vocab))
     x[0] = 0  # equal, and -0.0 as well
@@ -89,7 +94,37 @@ def test_values_that_are_hard_to_tell_apart(k: int, dtype: str) -> None:
     x[12] = np.where(x[12] > 1, 1 + x[12] * 1e-4, x[12])  # many close together at the top
     x[13, :] = np.nan
     x[14] *= 1e-37  # around the smallest normal float32
-    run(SoftmaxTopk(15, vocab, k, dtype), x, seed=k, rows=4)
+    run(problem, x, k, chosen["rows"], chosen["lanes"])
+
+
+PAIRS = [
+    SoftmaxTopk(3, 256, 8),
+    SoftmaxTopk(7, 127, 7, "float16", ids=2, per_row=1),
+    SoftmaxTopk(5, 300, 8, "bfloat16", allowed=1, bias=1),
+    SoftmaxTopk(1, 33, 3, "float16"),
+    SoftmaxTopk(4, 512, 1, "bfloat16", ids=20),
+    SoftmaxTopk(3, 100, 4, capped=1),
+]
+
+
+@pytest.mark.parametrize("problem", [PAIRS[0], *map(thorough, PAIRS[1:])], ids=lambda p: p.key.split("/")[1])
+def test_two_rows_a_warp(problem: SoftmaxTopk) -> None:
+    chosen = point((2, 4, 8)[problem.k % 3], lanes=16)
+    assert allowed(problem, SM90, chosen) is None
+    program = TEMPLATE.build(problem, chosen)
+    for seed, structure in enumerate(problem.structures):
+        verify(problem, structure, seed, emulated(program, seed, all_garbage(seed) if seed % 2 else None))
+
+
+@pytest.mark.parametrize(("k", "dtype"), [(8, "float32"), thorough(5, "bfloat16"), thorough(1, "float16")])
+def test_hard_rows_two_a_warp(k: int, dtype: str) -> None:
+    hard_rows(SoftmaxTopk(15, 501, k, dtype), point(4, lanes=16))
+
+
+def test_where_a_warp_may_have_two_rows() -> None:
+    cases = ((SoftmaxTopk(9, 256, 9), 4, "k=9"), (SoftmaxTopk(9, 513, 8), 4, "36 words"), (PAIRS[0], 1, "has 2 rows"))
+    for problem, rows, reason in cases:
+        assert reason in (allowed(problem, SM90, point(rows, lanes=16)) or "")
 
 
 def test_range_beyond_float32() -> None:
@@ -117,8 +152,8 @@ def test_registers_hold_the_row_and_shared_memory_what_survives() -> None:
     layout = Layout.of(SoftmaxTopk(4000, 1000, 400), point(4))
     assert (layout.held, layout.groups, layout.bins) == (32, 16, 512)
     # A multiprocessor holds all the rows that it gets of 4000, with a KB that each block of four takes for itself.
-    assert 32 * layout.bytes + 8 * 1024 <= 227 * 1024
-    assert Layout.of(SoftmaxTopk(1, 2048, 1024), point(8)).bytes * 8 <= 112 * 1024
+    assert 8 * layout.bytes + 8 * 1024 <= 227 * 1024
+    assert Layout.of(SoftmaxTopk(1, 2048, 1024), point(8)).bytes <= 112 * 1024
     for k in (1, 16, 17, 400, 1000):
         layout = Layout.of(SoftmaxTopk(1, 1001, k), point(1))
         assert layout.groups * 32 >= k and layout.held % layout.groups == 0
@@ -132,7 +167,7 @@ def test_machine_code_keeps_to_registers(vocab: int, k: int, tmp_path: Path) -> 
     cases = [(SM90, 1, "float32"), (SM90, 4, "bfloat16"), (SM80, 4, "float16")]
     for number, (machine, rows, dtype) in enumerate(cases):
         problem = SoftmaxTopk(4000, vocab, k, dtype)
-        candidate = TEMPLATE.candidate({"rows": rows, "overlap": int(machine.has_clusters)})
+        candidate = TEMPLATE.candidate({**point(rows), "overlap": int(machine.has_clusters)})
         resources = compile_candidate(problem, candidate, machine, tmp_path / f"{number}.so").resources
         assert resources is not None
         assert resources["registers"] <= (64 if vocab == 1000 else 128), candidate

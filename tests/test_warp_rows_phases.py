@@ -32,7 +32,7 @@ VOCAB = 128
 
 
 def layout_of(vocab: int, k: int) -> Layout:
-    return Layout.of(SoftmaxTopk(1, vocab, k), {"rows": 1, "overlap": 0})
+    return Layout.of(SoftmaxTopk(1, vocab, k), {"rows": 1, "overlap": 0, "lanes": 32})
 
 
 def run(
@@ -59,7 +59,7 @@ def run(
         T.device_entry()
         block = T.cta_id([io.batch])
         t = T.thread_id([WARP])
-        s = T.meta_var(State.alloc(layout, layout.rows * layout.bytes))
+        s = T.meta_var(State.alloc(layout, layout.bytes))
         at = T.meta_var(Place(lane=t, warp=0, row=T.Cast("int64", block), lead=0, keys=0, left=layout.vocab))
         s.factor[0] = io.scale * T.float32(LOG2_E)
         load(io, at, s)

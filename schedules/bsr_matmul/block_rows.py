@@ -58,18 +58,29 @@ def build(problem: BsrMatmul, decisions: Decisions) -> Program:
 
     rows, cols = problem.block_shape
     block_rows, _ = problem.grid
-    k, biased = problem.k, bool(problem.bias)
+    k, biased, turned = problem.k, bool(problem.bias), bool(problem.turned)
     tile_m, tile_n, simd = decisions["tile_m"], decisions["tile_n"], decisions["simd"]
     outputs = tile_m * tile_n
     halvings = simd.bit_length() - 1
 
     # fmt: off
+    def stored(io, block, row, column):
+        return io.data[io.places[block], column, row] if turned else io.data[block, row, column]
+
     @T.inline
     def body(io):
         for r in T.parallel(block_rows):
             with T.sblock("block_row"):
                 row = T.axis.spatial(block_rows, r)
-                if biased:
+                if turned and biased:
+                    T.reads(
+                        io.x[0:io.m, 0:k], io.data[0:io.nnzb, 0:cols, 0:rows], io.indices[0:io.nnzb],
+                        io.indptr[row : row + 2], io.places[0:io.nnzb], io.bias[row * rows : row * rows + rows])
+                elif turned:
+                    T.reads(
+                        io.x[0:io.m, 0:k], io.data[0:io.nnzb, 0:cols, 0:rows], io.indices[0:io.nnzb],
+                        io.indptr[row : row + 2], io.places[0:io.nnzb])
+                elif biased:
                     T.reads(
                         io.x[0:io.m, 0:k], io.data[0:io.nnzb, 0:rows, 0:cols], io.indices[0:io.nnzb],
                         io.indptr[row : row + 2], io.bias[row * rows : row * rows + rows])
@@ -90,7 +101,8 @@ def build(problem: BsrMatmul, decisions: Decisions) -> Program:
                                     # Rows beyond m repeat the last one and are not stored.
                                     part[o, lane] = part[o, lane] + T.Cast(
                                         "float32",
-                                        io.data[io.indptr[row] + b, j * tile_n + o // tile_m, c * simd + lane],
+                                        stored(
+                                            io, io.indptr[row] + b, j * tile_n + o // tile_m, c * simd + lane),
                                     ) * T.Cast(
                                         "float32",
                                         io.x[

@@ -261,26 +261,44 @@ def remove_largest(t, value, largest, lanes):
 
 
 @phase
+def sort_lanes(lanes, /, t, bits):
+    """Sort one value of each lane, the largest first, in every group of `lanes` neighbouring lanes: a bitonic sort.
+
+    Reads and writes: `bits`. Barriers: none, but all lanes of the warp take part.
+    """
+    other = T.alloc_local([1], "uint32")
+    for p in T.unroll(lanes.bit_length() - 1):
+        for q in T.unroll(lanes.bit_length() - 1):
+            if q <= p:
+                other[0] = T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), bits[0], 1 << T.max(p - q, 0), 32, 32)
+                bits[0] = T.Select(
+                    (t % lanes >> (p + 1)) & 1 == (t >> T.max(p - q, 0)) & 1,
+                    T.max(bits[0], other[0]), T.min(bits[0], other[0]))
+
+
+@phase
+def maxima_of_lanes(lanes, rank, /, t, bits, top, ranked):
+    """The largest and the `rank`-th largest of the values of each group of `lanes` neighbouring lanes.
+
+    Reads: `bits`, one value per lane, which are overwritten. Writes: `top` and `ranked`. Barriers: none, but all lanes
+    of the warp take part.
+    """
+    sort_lanes(lanes)(t, bits)
+    top[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), bits[0], 0, lanes, 32)
+    ranked[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), bits[0], rank - 1, lanes, 32)
+
+
+@phase
 def maxima_of_warp(rank, /, t, bits, top, ranked):
     """The largest and the `rank.lane`-th largest of the values of a warp's lanes.
 
     Reads: `bits`, one value per lane, which are overwritten. Writes: `top` and `ranked`. Barriers: none, but all lanes
     take part.
     """
-    lanes = T.alloc_local([1], "uint32")
     if rank.lane > REMOVALS:
-        # A bitonic sort of the lanes, the largest first.
-        for p in T.unroll(5):
-            for q in T.unroll(5):
-                if q <= p:
-                    lanes[0] = T.tvm_warp_shuffle_xor(
-                        T.uint32(FULL_WARP), bits[0], 1 << T.max(p - q, 0), 32, 32)
-                    bits[0] = T.Select(
-                        (t % 32 >> (p + 1)) & 1 == (t >> T.max(p - q, 0)) & 1,
-                        T.max(bits[0], lanes[0]), T.min(bits[0], lanes[0]))
-        top[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), bits[0], 0, 32, 32)
-        ranked[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), bits[0], rank.lane - 1, 32, 32)
+        maxima_of_lanes(32, rank.lane)(t, bits, top, ranked)
     else:
+        lanes = T.alloc_local([1], "uint32")
         top[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), bits[0])
         ranked[0] = top[0]
         for _ in T.serial(rank.lane - 1):

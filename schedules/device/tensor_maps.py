@@ -16,10 +16,10 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.problem import numpy_dtype
+
 # Bytes of a row that have a swizzle, and its number in a tensor map.
 SWIZZLES = {32: 1, 64: 2, 128: 3}
-# Bytes of an element.
-SIZE = 2
 # Bytes that the L2 cache brings at least: number 2 is 128.
 PROMOTION = 2
 # Most rows of a box.
@@ -41,22 +41,23 @@ def tensor_map(name: str) -> Any:
 def describe(
     found: tirx.Var, place: tirx.PrimExpr, dtype: str, matrix: tuple[Any, int], box: tuple[int, int]
 ) -> tirx.PrimExpr:
-    """Make it that of a contiguous `matrix` (rows, columns) of 16-bit elements at `place`, for boxes (rows, columns)
-    that are swizzled by the bytes of their rows. An empty matrix has none.
+    """Make it that of a contiguous `matrix` (rows, columns) at `place`, for boxes (rows, columns) that are swizzled by
+    the bytes of their rows. An empty matrix has none.
     """
     (rows, cols), (box_rows, box_cols) = matrix, box
+    size = numpy_dtype(dtype).itemsize
     return T.tensormap_encode_tiled(
         found,
         place,
         T.int64(cols),
         T.Cast("int64", rows),
-        T.int64(cols * SIZE),
+        T.int64(cols * size),
         T.int32(box_cols),
         T.int32(box_rows),
         T.int32(1),
         T.int32(1),
         descriptor_dtype=dtype,
         rank=2,
-        swizzle=SWIZZLES[box_cols * SIZE],
+        swizzle=SWIZZLES[box_cols * size],
         l2_promotion=PROMOTION,
     )

@@ -24,6 +24,9 @@ def element_space(problem: BsrMatmul, machine: Machine) -> Table:
 
 
 def tile_space(problem: BsrMatmul, machine: Machine) -> Table:
+    from ..bsr_matmul.stored import refuse_turned
+
+    refuse_turned(problem)
     if problem.n % THREADS[0]:
         raise NotApplicable(f"n={problem.n} does not divide among {THREADS[0]} threads")
     return {"threads": THREADS, "tile_m": TILES, "tile_n": TILES}

@@ -46,6 +46,9 @@ MAX_HELD, MAX_HELD_SHARED = 96, 64
 
 
 def space(threads: tuple[int, ...], problem: BsrMatmul) -> Table:
+    from ..bsr_matmul.stored import refuse_turned
+
+    refuse_turned(problem)
     rows, cols = problem.block_shape
     itemsize = 4 if problem.dtype == "float32" else 2
     return {

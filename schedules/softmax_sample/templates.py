@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.template import Decisions, NotApplicable, Program, Table, Template
@@ -14,6 +14,8 @@ from ..softmax_topk.row_scan import row_scan
 from ..softmax_topk.threshold_gate import cluster_gate, threshold_gate
 from ..softmax_topk.warp_rows import warp_rows
 from . import space
+
+Value = TypeVar("Value")
 
 
 def slices(problem: SoftmaxSample, decisions: Decisions) -> Program:
@@ -64,6 +66,11 @@ def radix(problem: SoftmaxSample, decisions: Decisions) -> Program:
     return gpu_program(problem, kernel(problem.best, threads, on_gpu(problem, threads)))
 
 
+def without_lanes(decisions: Mapping[str, Value]) -> dict[str, Value]:
+    """A table or a point of `warp_rows` where the row's warp draws a word: with all of its lanes."""
+    return {name: value for name, value in decisions.items() if name != "lanes"}
+
+
 def drawing(
     name: str,
     version: int,
@@ -76,10 +83,10 @@ def drawing(
     def base_space(problem: SoftmaxSample, machine: Machine) -> Table:
         if problem.whole and base is warp_rows:
             raise NotApplicable("a warp alone would take long to search the whole row")
-        return base.space(problem.best, machine)
+        return without_lanes(base.space(problem.best, machine))
 
     def default(problem: SoftmaxSample, machine: Machine) -> Decisions:
-        return base.default(problem.best, machine)
+        return without_lanes(base.default(problem.best, machine))
 
     def allowed(problem: SoftmaxSample, machine: Machine, decisions: Decisions) -> str | None:
         return base.allowed(problem.best, machine, decisions)

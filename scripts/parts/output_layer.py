@@ -26,6 +26,8 @@ READ_ALL, AFTER = "read of the embedding", "after-product-h200"
 HEAD_COLD, HEAD_AGAIN = "head-cold-h200", "head-tiles-h200"
 TIMELINE, TIMELINE_AFTER = "timeline-h200", "timeline-after-product-h200"
 QUANTIZED = "quantized-heads-h200"
+# Contenders of `scripts/quantized_heads.py` that a page shows beside the head in bfloat16.
+OF_QUANTIZED = ("int8", "float8_e4m3fn", "int8, groups of 128", "bfloat16, allowed", "int8, allowed")
 TABLES = "lsh-tables-h200"
 RECALLS = ("lsh-recall-minilm", "lsh-recall-minilm-beam12")
 
@@ -510,56 +512,58 @@ PARTS["where-table4"] = partial(where, TABLE4)
 
 @part
 def quantized_heads() -> str:
-    """Times of heads in eight bits at the default decisions, beside the head in bfloat16."""
-    found = results(QUANTIZED)
-    times: dict[str, dict[str, tuple[float, float]]] = {}
-    for (rows, stored), each in _of_quantized("rows", "stored", contenders=("best", "bfloat16")).items():
-        times.setdefault(rows, {})[stored] = (each["best"], each["bfloat16"])
-    lines = [
-        [rows, us(each["int8"][1]), *(f"{us(eight)} ({times_as(eight / wide)})" for eight, wide in each.values())]
-        for rows, each in times.items()
-    ]
-    head = ["rows", "bfloat16, us", *(f"{name}, us (times as long)" for name in next(iter(times.values())))]
-    return f"{provenance(QUANTIZED)}; {found.facts['timing']}; {found.facts['shape']}.\n\n{table(head, lines)}"
+    """Times of heads in eight bits, and of those with a bitmap, beside the head in bfloat16."""
+    found = _quantized()
+    names = [name for name in OF_QUANTIZED if any(name in each for each in found.values())]
+    lines = []
+    for (vocab, hidden, rows, k), each in found.items():
+        if k == "20":
+            whole = each["bfloat16"]
+            others = (f"{us(each[name])} ({times_as(each[name] / whole)})" if name in each else "-" for name in names)
+            lines.append([f"{int(vocab):,} x {int(hidden):,}", rows, us(whole), *others])
+    head = ["words x columns", "rows", "bfloat16, us", *(f"{name} (times as long)" for name in names)]
+    return (
+        f"{provenance(QUANTIZED)}; CUDA graphs, inputs hot; random words and states in bfloat16; k = 20.\n\n"
+        f"{table(head, lines)}"
+    )
 
 
 @part
 def screened_heads() -> str:
     """What the screened head takes, beside the exact one without and with scores, and how many words survive."""
-    names = ("screened", "exact", "exact scores", "screened with normaliser")
-    found = _of_quantized("rows", "k", contenders=names)
-    survivors = {(row["rows"], row["k"]): row["survivors"] for row in results(QUANTIZED).rows if row["survivors"]}
+    names = ("bfloat16", "with shard", "screened", "screened, normaliser")
+    found = {key: each for key, each in _quantized().items() if all(name in each for name in names)}
+    survivors = {_of_line(row): row["survivors"] for row in results(QUANTIZED).rows if row["survivors"]}
     ratios = [
-        (each["screened"] / each["exact"], *(each[name] / each["exact scores"] for name in (names[0], names[3])))
+        (each[names[2]] / each[names[0]], each[names[2]] / each[names[1]], each[names[3]] / each[names[1]])
         for each in found.values()
     ]
     faster, scored, summed = (span(each) for each in zip(*ratios, strict=True))
-    points = _of_quantized("rows", "stored", contenders=("best", "default"))
-    slower = [each["default"] / each["best"] - 1 for (_, stored), each in points.items() if stored == "int8"]
     said = (
         f"In a CUDA graph, with random words, the screened head takes {faster} times as long as `head_topk`, and"
         f" {scored} times as long as `head_topk(shard=...)`, which also returns scores, and the normaliser. With"
-        f" `normaliser=True` it takes {summed} times as long as that. Its pass over the copy was timed with decisions"
-        f" that take {percent(min(slower))} to {percent(max(slower))} longer than the present default does in"
-        " `head_topk`."
+        f" `normaliser=True` it takes {summed} times as long as that."
     )
-    lines = [[*key, *(us(each[name]) for name in names), f"{int(survivors[key]):,}"] for key, each in found.items()]
+    lines = []
+    for (vocab, hidden, rows, k), each in found.items():
+        times = (us(each[name]) for name in (names[2], names[0], names[1], names[3]))
+        left = f"{int(survivors[vocab, hidden, rows, k]):,}"
+        lines.append([f"{int(vocab):,} x {int(hidden):,}", rows, k, *times, left])
     head = [
-        "rows",
-        "k",
-        "screened, us",
-        "`head_topk`",
-        "with `shard`",
-        "screened, normaliser",
+        *("words x columns", "rows", "k", "screened, us", "`head_topk`", "with `shard`", "screened, normaliser"),
         "words multiplied in full",
     ]
     return f"{said}\n\n{table(head, lines)}"
 
 
-def _of_quantized(*columns: str, contenders: Sequence[str]) -> dict[tuple[str, ...], dict[str, float]]:
-    """Microseconds of these contenders, from lines with equal values in these columns."""
-    found: dict[tuple[str, ...], dict[str, float]] = {}
+def _of_line(row: Row) -> tuple[str, str, str, str]:
+    return row["vocab"], row["hidden"], row["rows"], row["k"]
+
+
+def _quantized() -> dict[tuple[str, str, str, str], dict[str, float]]:
+    """Microseconds of each contender that has a time, by words, columns, rows and k."""
+    found: dict[tuple[str, str, str, str], dict[str, float]] = {}
     for row in results(QUANTIZED).rows:
-        if row["contender"] in contenders:
-            found.setdefault(tuple(row[column] for column in columns), {})[row["contender"]] = float(row["us"])
+        if row["us"]:
+            found.setdefault(_of_line(row), {})[row["contender"]] = float(row["us"])
     return found

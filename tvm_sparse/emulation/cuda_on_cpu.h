@@ -2176,7 +2176,15 @@ COC_DEVICE void mma(F value, const uint32_t* a, const uint32_t* b, float* c, int
   }
 }
 
-// mma.m16n8k8 with tf32 operands, floats of which the lowest 13 bits are ignored. Lane 4g+t holds of A rows g and g+8,
+// A tf32 operand: a float of which the lowest 13 bits are ignored.
+inline float tf32_value(uint32_t bits) {
+  float rounded;
+  bits &= 0xFFFFE000u;
+  memcpy(&rounded, &bits, sizeof rounded);
+  return rounded;
+}
+
+// mma.m16n8k8 with tf32 operands. Lane 4g+t holds of A rows g and g+8,
 // of B column g, in both the k of t and of t+4; of C and D as above.
 inline void mma_tf32(const uint32_t* a, const uint32_t* b, float* c, int line) {
   Thread& t = self();
@@ -2184,12 +2192,7 @@ inline void mma_tf32(const uint32_t* a, const uint32_t* b, float* c, int line) {
   gather_a("mma.sync", a, of_a, line);
   exchange("mma.sync", line, 0xFFFFFFFFu, uint64_t(b[1]) << 32 | b[0]);
   memcpy(of_b, t.lanes, sizeof t.lanes);
-  auto value = [](uint64_t both, int k) {
-    uint32_t bits = uint32_t(both >> k / 4 * 32) & 0xFFFFE000u;
-    float rounded;
-    memcpy(&rounded, &bits, sizeof rounded);
-    return double(rounded);
-  };
+  auto value = [](uint64_t both, int k) { return double(tf32_value(uint32_t(both >> k / 4 * 32))); };
   int g = t.lane / 4, first = t.lane % 4 * 2;
   for (int i = 0; i < 4; i++) {
     double sum = c[i];
@@ -2227,25 +2230,28 @@ COC_DEVICE void wgmma(F value, const uint32_t* a, uint64_t matrix, bool added, f
 }
 
 // wgmma with both operands in dynamic shared memory, rows of which are swizzled by their bytes: of A a warp has 16 of 64.
-// Of a transposed operand the rows are those of k, and boxes of as many columns as are swizzled lie apart.
-template <int N, class F>
-COC_DEVICE void wgmma(F value, uint64_t of_a, uint64_t of_b, bool added, float* d, bool across_a, bool across_b) {
+// Of a transposed operand the rows are those of k, and boxes of as many columns as are swizzled lie apart. `value` tells
+// the size of an element, of which a row has 32 bytes.
+template <int N, class E, class R>
+COC_DEVICE void wgmma(R value(E), uint64_t of_a, uint64_t of_b, bool added, float* d, bool across_a, bool across_b) {
   Thread& t = self();
+  const int size = sizeof(E);
   exchange("wgmma", 0, 0xFFFFFFFFu, of_a ^ of_b);
   auto element = [&](uint64_t matrix, bool across, int row, int k) {
     uint32_t layout = matrix >> 62, group = (matrix >> 32 & 0x3FFF) * 16, wide = group / 8;
     if (!layout || group != 256u << (3 - layout)) fail("wgmma: layout %u with groups of %u bytes", layout, group);
     uint32_t linear = (matrix & 0x3FFF) * 16;
-    if (across) linear += row * 2 / wide * (matrix >> 16 & 0x3FFF) * 16 + k / 8 * group + k % 8 * wide + row * 2 % wide;
-    else linear += row / 8 * group + row % 8 * wide + k * 2;
-    const uint16_t* p = (const uint16_t*)generic(kDynamicShared + swizzled(linear, 4 - layout));
+    if (across)
+      linear += row * size / wide * (matrix >> 16 & 0x3FFF) * 16 + k / 8 * group + k % 8 * wide + row * size % wide;
+    else linear += row / 8 * group + row % 8 * wide + k * size;
+    const E* p = (const E*)generic(kDynamicShared + swizzled(linear, 4 - layout));
     check_address(p, sizeof *p);
     return double(value(*p));
   };
   for (int j = 0; j < N / 2; j++) {
     int row = t.warp % 4 * 16 + j / 2 % 2 * 8 + t.lane / 4, column = j / 4 * 8 + t.lane % 4 * 2 + j % 2;
     double sum = added ? d[j] : 0;
-    for (int k = 0; k < 16; k++) sum += element(of_a, across_a, row, k) * element(of_b, across_b, column, k);
+    for (int k = 0; k < 32 / size; k++) sum += element(of_a, across_a, row, k) * element(of_b, across_b, column, k);
     d[j] = float(sum);
   }
 }

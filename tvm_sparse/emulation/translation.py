@@ -295,6 +295,12 @@ def _matrix(opcode: str, parts: list[str], ops: list[str]) -> str | None:
     if opcode == "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32":
         d, a, b, c = map(_lanes, ops)
         return _product("mma_tf32(of_a, of_b, sums, __builtin_LINE())", d, c, of_a=a, of_b=b)
+    if matrix := re.fullmatch(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k8\.f32\.tf32\.tf32", opcode):
+        d, (descriptor, added) = _lanes(ops[0]), ops[2:4]
+        if ops[1].startswith("{") or ops[4:] != ["1", "1"]:
+            return None
+        operands = f"uint64_t({ops[1]}), {descriptor}, {added}, sums, false, false"
+        return _product(f"wgmma<{matrix.group(1)}>(cuda_on_cpu::ptx::tf32_value, {operands})", d, d)
     if matrix := re.fullmatch(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(f16|bf16)\.\2", opcode):
         d, (descriptor, added), value = _lanes(ops[0]), ops[2:4], VALUES[matrix.group(2)]
         if not ops[1].startswith("{") and ops[4:6] == ["1", "1"]:

@@ -10,7 +10,7 @@ import torch
 from ..core.given import block_of
 from ..core.machine import gpu
 from ..core.problem import FLOATS
-from ..operators.bsr_matmul.call import BsrWeight, bsr_matmul
+from ..operators.bsr_matmul.call import BsrWeight, bsr_matmul, check_precision
 from ..operators.bsr_matmul.dense import trains_dense
 from ..operators.bsr_matmul.problem import ACTIVATIONS
 from ..operators.bsr_matmul.torch_op import (
@@ -75,6 +75,8 @@ class BsrLinear(torch.nn.Module):
         `(out_features, in_features)` if the weight is padded: blocks then reach beyond the layer's last row or column,
         by less than a block. x is padded with zeros, and rows of the result beyond the last are left out, each a copy.
         None: the weight's shape.
+    precision
+        As in `bsr_matmul`: `"tf32"` for float32 on tensor cores, also for the gradient of x.
 
     Attributes
     ----------
@@ -89,13 +91,13 @@ class BsrLinear(torch.nn.Module):
         `(out_features, in_features)`: the dense matrix, for code that reads the weight of linear layers, as
         transformers does. Its shape, dtype and device cost nothing; every computation with it makes the dense matrix,
         and gradients flow to the blocks. It is read-only, and not in the state dict.
-    in_features, out_features, block_shape, activation
+    in_features, out_features, block_shape, activation, precision
         Properties of the layer, without padding.
 
     Raises
     ------
     TypeError, ValueError
-        As in `BsrWeight`, and for a bias, an activation or features that do not fit.
+        As in `BsrWeight`, and for a bias, an activation, features or a precision that do not fit.
 
     Notes
     -----
@@ -122,6 +124,7 @@ class BsrLinear(torch.nn.Module):
     _kept: tuple[BsrWeight, Any, tuple[int, int, bool, int]] | None
     _known: Known | None
     _rows: tuple[Any, Any] | None
+    precision: str | None = None
     _frozen: bool
     _dense: bool | None
     _structure: int
@@ -134,6 +137,7 @@ class BsrLinear(torch.nn.Module):
         *,
         activation: str | None = None,
         features: tuple[int, int] | None = None,
+        precision: str | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(weight, BsrWeight):
@@ -142,13 +146,14 @@ class BsrLinear(torch.nn.Module):
             raise TypeError(f"weight: expected a weight of torch tensors, got one of {type(weight.data).__name__}")
         if activation is not None and activation not in ACTIVATIONS[1:]:
             raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS[1:])} or None, got {activation!r}")
+        check_precision(precision)
         self._padded = weight.shape
         own: tuple[int, int] = self._padded if features is None else features
         self.out_features, self.in_features = own
         whole = tuple(-(-size // side) * side for size, side in zip(features or (), weight.block_shape, strict=False))
         if features is not None and whole != weight.shape:
             raise ValueError(f"features: blocks that cover {features} make a weight of {whole}, got {weight.shape}")
-        self.block_shape, self.activation = weight.block_shape, activation
+        self.block_shape, self.activation, self.precision = weight.block_shape, activation, precision
         self._frozen, self._dense = False, None
         data = weight.data
         if bias is not None:
@@ -173,6 +178,7 @@ class BsrLinear(torch.nn.Module):
         sparsity: float | None = None,
         *,
         activation: str | None = None,
+        precision: str | None = None,
     ) -> BsrLinear:
         """Make a layer from blocks of a dense one, which are copied.
 
@@ -187,7 +193,7 @@ class BsrLinear(torch.nn.Module):
         sparsity
             Share of the blocks that become zero, 0 <= sparsity <= 1, rounded to whole blocks: those with the smallest
             sum of squares, the last ones among equals. None: those that are zero already.
-        activation
+        activation, precision
             As in the class.
 
         Raises
@@ -224,7 +230,8 @@ class BsrLinear(torch.nn.Module):
         counts = kept.sum(1)
         indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
         weight = BsrWeight((blocks[kept].contiguous(), indices, indptr), columns=k)
-        made = cls(weight, None if bias is None else bias.clone(), activation=activation, features=features)
+        own = None if bias is None else bias.clone()
+        made = cls(weight, own, activation=activation, features=features, precision=precision)
         made.data.requires_grad_(trained(linear, "weight"))
         if made.bias is not None:
             made.bias.requires_grad_(trained(linear, "bias"))
@@ -232,7 +239,12 @@ class BsrLinear(torch.nn.Module):
 
     @classmethod
     def from_torch(
-        cls, weight: torch.Tensor, bias: torch.Tensor | None = None, *, activation: str | None = None
+        cls,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        activation: str | None = None,
+        precision: str | None = None,
     ) -> BsrLinear:
         """Make a layer with a copy of a weight in PyTorch's BSR format, as from `to_sparse_bsr`.
 
@@ -245,7 +257,8 @@ class BsrLinear(torch.nn.Module):
             what = weight.layout if isinstance(weight, torch.Tensor) else type(weight).__name__
             raise TypeError(f"weight: expected a tensor of layout torch.sparse_bsr, got {what}")
         given = BsrWeight(weight.detach().clone())
-        return cls(given, None if bias is None else bias.detach().clone(), activation=activation)
+        own = None if bias is None else bias.detach().clone()
+        return cls(given, own, activation=activation, precision=precision)
 
     def freeze(self, *, dense: bool | None = None) -> BsrLinear:
         """Declare that nobody writes the blocks from now on, as in inference; as a parameter they need no gradient.
@@ -291,9 +304,8 @@ class BsrLinear(torch.nn.Module):
         elif not self._in_graph(x, data, bias):
             weight, kept = self._eager(data, self.bias)
             bias = kept if bias is self.bias else bias.detach()
-            return bsr_matmul(
-                x, weight, bias=bias, activation=self.activation, dense=self._dense if weight.constant else None
-            )
+            dense = self._dense if weight.constant else None
+            return bsr_matmul(x, weight, bias=bias, activation=self.activation, dense=dense, precision=self.precision)
         if self._trains_dense(x, data):
             high = self._block_rows() if unseen(x, data, bias) else None
             return dense_product(x, (data, self.indices, self.indptr), bias, self.activation, high=high)
@@ -382,7 +394,8 @@ class BsrLinear(torch.nn.Module):
         )
         if self._padded != (self.out_features, self.in_features):
             text += f", padded to {self._padded[0]}x{self._padded[1]}"
-        return text if self.activation is None else f"{text}, activation={self.activation!r}"
+        named = {"activation": self.activation, "precision": self.precision}
+        return text + "".join(f", {name}={value!r}" for name, value in named.items() if value is not None)
 
     def _prepare(self) -> None:
         """Analyse the structure for kernels, and make the transposed one."""
@@ -392,7 +405,7 @@ class BsrLinear(torch.nn.Module):
         rows, cols = self.block_shape
         itemsize = self.data.element_size()
         order, long, pattern = balanced(self.indptr, rows * cols * itemsize)
-        self._structure = Structure(self._padded[1], long, pattern).packed()
+        self._structure = Structure(self._padded[1], long, pattern, tf32=self.precision is not None).packed()
         found = turned(self.indices, self.indptr, self._padded[1], self.block_shape, itemsize)
         self._turned_structure = found.structure
         for name, tensor in zip((_ORDER, *_TURNED), (order, *found[:4]), strict=True):
@@ -441,6 +454,7 @@ def sparsify(
     sparsity: float | None = 0.9,
     filter: Callable[[str, torch.nn.Linear], bool] | None = None,
     pad: bool = False,
+    precision: str | None = None,
 ) -> Swapped:
     """Replace the linear layers of a model, in place, by `BsrLinear`.
 
@@ -459,6 +473,8 @@ def sparsify(
         layer with the embedding, since they would no longer be tied.
     pad
         Whether layers that blocks do not divide are replaced, too, by padded ones.
+    precision
+        As in `BsrLinear`.
 
     Returns
     -------
@@ -514,7 +530,7 @@ def sparsify(
                 skipped[full] = why
                 continue
             if id(layer) not in made:
-                made[id(layer)] = BsrLinear.from_dense(layer, (rows, cols), sparsity)
+                made[id(layer)] = BsrLinear.from_dense(layer, (rows, cols), sparsity, precision=precision)
             places.append((full, parent, name, made[id(layer)]))
     for _, parent, name, new in places:
         parent.add_module(name, new)

@@ -86,6 +86,7 @@ class TopkHead:
         log: bool = False,
         temperature: float = 1.0,
         bias: torch.Tensor | None = None,
+        allowed: torch.Tensor | None = None,
         soft_cap: float | None = None,
         constant: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -101,6 +102,8 @@ class TopkHead:
             As for `head_topk`; the temperature is one number.
         bias
             `(words,)` float32, of this process's shard.
+        allowed
+            `(batch, ceil(words / 32))` int32, bitmaps of the words of this process's shard, as for `head_topk`.
 
         Returns
         -------
@@ -117,8 +120,8 @@ class TopkHead:
         TypeError, ValueError, RuntimeError
             As `head_topk`, before anything is sent: an error in some processes alone leaves the others waiting.
         """
-        options: dict[str, Any] = {"temperature": temperature, "bias": bias, "soft_cap": soft_cap, "constant": constant}
-        part = head_topk(hidden, self.embedding, k, shard=self.shard, **options)
+        options: dict[str, Any] = {"temperature": temperature, "bias": bias, "allowed": allowed, "soft_cap": soft_cap}
+        part = head_topk(hidden, self.embedding, k, shard=self.shard, constant=constant, **options)
         scores, indices, normaliser = merged(self._gathered(part, k), k)
         logs = scores * (1.0 / float(temperature)) - normaliser[:, None]
         return logs if log else logs.exp_(), indices, normaliser
@@ -133,6 +136,7 @@ class TopkHead:
         top_p: Any = 1.0,
         min_p: Any = 0.0,
         bias: torch.Tensor | None = None,
+        allowed: torch.Tensor | None = None,
         soft_cap: float | None = None,
         constant: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,7 +146,7 @@ class TopkHead:
 
         Parameters
         ----------
-        hidden, bias, soft_cap, constant
+        hidden, bias, allowed, soft_cap, constant
             As in `topk`.
         top_k
             1 <= top_k <= 1024, at most total.
@@ -163,8 +167,8 @@ class TopkHead:
         TypeError, ValueError, RuntimeError
             As `topk` and `merge_sample`.
         """
-        options: dict[str, Any] = {"temperature": temperature, "bias": bias, "soft_cap": soft_cap, "constant": constant}
-        part = head_topk(hidden, self.embedding, top_k, shard=self.shard, **options)
+        options: dict[str, Any] = {"temperature": temperature, "bias": bias, "allowed": allowed, "soft_cap": soft_cap}
+        part = head_topk(hidden, self.embedding, top_k, shard=self.shard, constant=constant, **options)
         parts = self._gathered(part, top_k)
         return merge_sample(parts, uniforms, top_k=top_k, temperature=float(temperature), top_p=top_p, min_p=min_p)
 

@@ -10,8 +10,8 @@ from ..core.problem import width as rounded_up
 from ..formats.quantized import QuantizedEmbedding
 from ..operators.edit_logits.call import edit_logits
 from ..operators.head_draw.call import if_faster
-from ..operators.head_topk.call import FUSED_K, head_topk, pair_facts
-from ..operators.head_topk.product import all_scores, rows_at_once
+from ..operators.head_topk.call import FUSED_K, head_topk, pair_facts, scores_of
+from ..operators.head_topk.product import rows_at_once
 from ..operators.softmax_sample import seeds
 from ..operators.softmax_sample.call import softmax_sample
 from ..operators.softmax_sample.problem import width_of_call
@@ -129,7 +129,7 @@ def head_sample(
     ]
     options |= {name: on_host(name, options[name]) for name in held}
     batch, most = known.shape[0], rows_at_once(theirs.shape[0], known.shape[1], known.device)
-    parts = Parts(head_topk, softmax_sample, all_scores, edit_logits, if_faster)
+    parts = Parts(head_topk, softmax_sample, scores_of, edit_logits, if_faster)
     if batch <= most or _bound(options, theirs.shape[0]) is not None:
         results = _drawn(parts, states, words, constant, options)
     else:

@@ -8,8 +8,7 @@ import torch
 
 from ..core.given import integer
 from ..formats.quantized import STORED, quantize_embedding
-from ..operators.head_topk.call import best_and_scores
-from ..operators.head_topk.product import float_scores
+from ..operators.head_topk.call import scores_of
 from .lsh_head import LshHead
 from .modules import check_conversion, parameter, refuse_own_forward
 from .settings import HASHED, Hashing, Settings
@@ -196,10 +195,7 @@ class LmHead(torch.nn.Module):
             embedding = quantize_embedding(self.weight, self.stored)
             self._quantized = embedding, self.weight
         states, bias = states.to(self.weight.dtype), self._float_bias()
-        if (found := best_and_scores(states, embedding, 1, bias)) is not None:
-            return found[1]
-        scores = float_scores(states, embedding)
-        return scores if bias is None else scores + bias
+        return scores_of(states, embedding, bias)
 
     def extra_repr(self) -> str:
         return f"{None if self.head is None else self.head.settings}, path={self.path!r}, beam={self.beam}"

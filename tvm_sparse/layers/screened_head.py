@@ -21,11 +21,14 @@ from ..formats.quantized import QuantizedEmbedding, check_dense, quantize_embedd
 from ..operators.candidate_logits.call import candidate_logits
 from ..operators.candidate_topk.call import candidate_topk
 from ..operators.compaction.call import compaction
+from ..operators.edit_logits.call import soft_cap_of
 from ..operators.head_topk.call import FUSED_K, FUSED_ROWS, best_and_scores, head_topk
 from ..operators.head_topk.problem import WHOLE_WORDS
 from ..operators.screen.call import screen
 from ..operators.screen.problem import MOST_GROUPS
 from ..operators.softmax_topk.call import softmax_topk
+from ..operators.softmax_topk.problem import CAPPED
+from ..operators.softmax_topk.shards import capped
 from ..runtime.calls import inverse_temperature, whole_number
 
 # Words that a row's list of survivors has room for, where the host asks how many there are.
@@ -133,6 +136,7 @@ class ScreenedHead:
         *,
         temperature: float = 1.0,
         normaliser: bool = False,
+        soft_cap: float | None = None,
         synchronise: bool | None = None,
     ) -> Screened:
         """The k best words of each row, exactly, and the normaliser with a bound of its error.
@@ -148,6 +152,11 @@ class ScreenedHead:
         normaliser
             Also return the normaliser and the bound of its error. log-probabilities are `values / temperature` less
             the normaliser.
+        soft_cap
+            The soft cap c of the model's final logits, as for `head_topk`: scores s of the product become
+            c * tanh(s / c), to which the bias is added. Bounds of errors of s hold for capped scores as well. Where
+            scores are close to the cap more words survive; scores that differ by less than 2^-20 of the cap may be in
+            either order, as in `head_topk`.
         synchronise
             Whether the host waits for the numbers of survivors. If one exceeds 4,096, the exact head then runs, which
             `exact_calls` counts. Without it, as a CUDA graph needs, lists have room for all words: results are the
@@ -160,31 +169,38 @@ class ScreenedHead:
             As in `head_topk`.
         """
         k, scale = whole_number("k", k), inverse_temperature(temperature)
+        cap = None if soft_cap is None else soft_cap_of(soft_cap)
         vocab = len(self.embedding)
         self.calls += 1
         if not 0 < len(hidden) <= FUSED_ROWS or not 1 <= k <= min(FUSED_K, vocab):
-            return self._exact(hidden, k, temperature, normaliser)
+            return self._exact(hidden, k, temperature, normaliser, cap)
         if synchronise is None:
             synchronise = not (hidden.is_cuda and torch.cuda.is_current_stream_capturing())
-        if (found := best_and_scores(hidden, self._whole, k, self._row)) is None:
-            return self._exact(hidden, k, temperature, normaliser)
+        if (found := best_and_scores(hidden, self._whole, k, self._row, cap)) is None:
+            return self._exact(hidden, k, temperature, normaliser, cap)
         best, scores = found
         norms = torch.linalg.vector_norm(hidden.detach().view(len(hidden), self.groups, -1), dim=2, dtype=torch.float32)
         capacity = min(CAPACITY, vocab) if synchronise else vocab
-        words, counts = compaction(screen(scores, best, norms, self.bounds, self._added), vocab, capacity)
+        # Both scores that are compared are capped, each with an error of its own.
+        added = self._added if cap is None else self._added + 4 * CAPPED * cap
+        words, counts = compaction(screen(scores, best, norms, self.bounds, added), vocab, capacity)
         self.survivors = counts
         if synchronise and int(counts.max()) > capacity:
-            return self._exact(hidden, k, temperature, normaliser)
-        _, ranked = candidate_topk(hidden, self.embedding, words, k, counts=counts, bias=self.bias)
+            return self._exact(hidden, k, temperature, normaliser, cap)
+        if cap is None:
+            _, ranked = candidate_topk(hidden, self.embedding, words, k, counts=counts, bias=self.bias)
+        else:
+            ranked = words.gather(1, softmax_topk(self._summed(hidden, words, cap, counts), k)[1])
         # The best words' scores, as `head_topk` sums and ranks them: equal ones in the order of the words.
         words = ranked.int().sort(1).values
-        summed = candidate_logits(hidden, self.embedding, words, bias=self.bias)
+        summed = self._summed(hidden, words, cap)
         places = softmax_topk(summed, k)[1]
         values, indices = summed.gather(1, places), words.gather(1, places).long()
         if not normaliser:
             return Screened(values, indices)
         highest = torch.addmm(scores, norms, self.bounds)
-        return Screened(values, indices, *self._normaliser(scores, highest, indices, values, scale))
+        summed, error = self._normaliser(scores, highest, indices, values, scale)
+        return Screened(values, indices, summed, error if cap is None else error + 2 * CAPPED * cap * scale)
 
     def _pad(self, count: int) -> None:
         """Let kernels see whole tiles: with words whose scores are -inf, and which bitmaps do not count."""
@@ -198,10 +214,19 @@ class ScreenedHead:
         self._row = torch.nn.functional.pad(row, (0, count), value=-torch.inf)
         self.bounds = torch.nn.functional.pad(self.bounds, (0, count))
 
-    def _exact(self, hidden: torch.Tensor, k: int, temperature: float, normaliser: bool) -> Screened:
+    def _summed(
+        self, hidden: torch.Tensor, words: torch.Tensor, cap: float | None, counts: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Float32 scores `(rows, n)` of words of each row, by the embedding itself; -inf beyond a row's count."""
+        if cap is None:
+            return candidate_logits(hidden, self.embedding, words, counts=counts, bias=self.bias)
+        found = capped(candidate_logits(hidden, self.embedding, words, counts=counts), cap)
+        return found if self.bias is None else found + self.bias[words.clamp(min=0)]
+
+    def _exact(self, hidden: torch.Tensor, k: int, temperature: float, normaliser: bool, cap: float | None) -> Screened:
         self.exact_calls += 1
         shard = (0, len(self.embedding))
-        options: dict[str, Any] = {"temperature": temperature, "bias": self.bias, "shard": shard}
+        options: dict[str, Any] = {"temperature": temperature, "bias": self.bias, "shard": shard, "soft_cap": cap}
         values, indices, sums = head_topk(hidden, self.embedding, k, **options)
         return Screened(values, indices, *((sums, torch.zeros_like(sums)) if normaliser else ()))
 

@@ -11,6 +11,7 @@ from tvm_sparse.core.template import Decisions, Features, NotApplicable, Table, 
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
 from ..features import features as product_features
+from ..stored import refuse_turned
 
 WARP = 32
 # Whole warps, up to 512 threads, so that each can have 128 registers.
@@ -33,6 +34,7 @@ MAX_SHARED = 48 * 1024
 
 
 def space(problem: BsrMatmul, machine: Machine) -> Table:
+    refuse_turned(problem)
     rows, cols = problem.block_shape
     itemsize = numpy_dtype(problem.dtype).itemsize
     if machine.capability < 80:

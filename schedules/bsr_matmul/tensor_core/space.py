@@ -9,6 +9,7 @@ from tvm_sparse.core.template import Decisions, Features, Launch, NotApplicable,
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
 from ..features import features as product_features
+from ..stored import refuse_turned
 
 # Rows of the weight and of x of a warp's tile: from one fragment to what registers hold.
 TILE_N = powers(8, 64)
@@ -41,6 +42,7 @@ PAD = 4
 
 
 def space(problem: BsrMatmul, machine: Machine) -> Table:
+    refuse_turned(problem)
     if problem.dtype == "float32":
         raise NotApplicable("tensor cores would round float32 inputs to 10 bits")
     rows, cols = problem.block_shape

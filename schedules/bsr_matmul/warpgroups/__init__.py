@@ -19,6 +19,11 @@ those that are its turn.
 both in shared memory; products of a block are issued without waiting for those of the block before. Sums are float32
 registers. In the end a warp passes its rows of y through shared memory, to write whole sectors.
 
+**Transposed blocks** (`turned`), of which a gradient of x is made, are the same operand B with k along the rows: boxes
+of up to 64 columns, which an instruction transposes. Nobody makes a copy of them.
+
+**float32** is taken where a problem allows tf32 (`precision`): an instruction then takes 8 columns in the place of 16.
+
 `overlap` is programmatic dependent launch: barriers and tensor maps are ready when the producer kernel ends.
 
 The kernel, phase by phase, is `kernel.program`.

@@ -41,7 +41,7 @@ from ...device.tensor_maps import copy_box, describe, tensor_map
 from ...device.words import held_address
 from ..block_row import load_int
 from ..interface import gpu_program, output
-from .space import GROUP_M, VECTOR, Extents
+from .space import GROUP_M, Extents
 
 least_of_warp = T.ptx.redux_sync.min.s32
 # The column of a lane that has no more blocks; and the word of the stage after the last panel.
@@ -73,6 +73,10 @@ class State(Buffers):
     # Block columns of it and of the block after it; FAR if there is none.
     column: Any = local("int32")
     next_column: Any = local("int32")
+    # Where `data` has these blocks, and those of the panel, if they are transposed.
+    at_place: Any = local("int32", when=lambda e: e.turned)
+    next_place: Any = local("int32", when=lambda e: e.turned)
+    places: Any = local("int32", lambda e: e.beside, when=lambda e: e.turned)
     # The panel in hand: its first block column, divided by `beside`.
     base: Any = local("int32")
     # The lane's first block in the panel, and which of its block columns it has: a bit each.
@@ -156,8 +160,12 @@ def find_rows(e, /, io, s):
     s.next_column[0] = FAR
     if s.at[0] < s.stop[0]:
         load_int(s.column[0], io.indices.ptr_to([s.at[0]]))
+        if e.turned > 0:
+            load_int(s.at_place[0], io.places.ptr_to([s.at[0]]))
     if s.at[0] + 1 < s.stop[0]:
         load_int(s.next_column[0], io.indices.ptr_to([s.at[0] + 1]))
+        if e.turned > 0:
+            load_int(s.next_place[0], io.places.ptr_to([s.at[0] + 1]))
 
 
 @phase
@@ -179,8 +187,13 @@ def next_panel(e, /, io, s):
             s.at[0] = s.at[0] + 1
             s.column[0] = s.next_column[0]
             s.next_column[0] = FAR
+            if e.turned > 0:
+                s.places[i] = s.at_place[0]
+                s.at_place[0] = s.next_place[0]
             if s.at[0] + 1 < s.stop[0]:
                 load_int(s.next_column[0], io.indices.ptr_to([s.at[0] + 1]))
+                if e.turned > 0:
+                    load_int(s.next_place[0], io.places.ptr_to([s.at[0] + 1]))
 
 
 @phase
@@ -210,7 +223,13 @@ def bring_panel(e, /, s, part):
                 block = T.meta_var(
                     s.first + T.Cast("int32", T.popcount(s.mine & T.uint32((1 << i) - 1))))
                 to = T.meta_var(s.slot * stage + e.x_bytes // 4 + (s.lane * e.beside + i) * (e.block_bytes // 4))
-                copy_box(s.ring.ptr_to([to]), s.weight_map, part * e.width, block * e.rows, full)
+                if e.turned > 0:
+                    for box in T.unroll(e.boxes):
+                        copy_box(
+                            s.ring.ptr_to([to + box * (e.box_bytes // 4)]), s.weight_map, box * e.box,
+                            s.places[i] * e.cols + part * e.width, full)
+                else:
+                    copy_box(s.ring.ptr_to([to]), s.weight_map, part * e.width, block * e.rows, full)
 
 
 @phase
@@ -243,14 +262,17 @@ def produce(e, /, io, s):
 
 
 def of_block(e: Extents, s: Any, r: Any, i: Any, step: Any) -> Any:
-    """16 columns of a block row's i-th block."""
+    """A step's columns of a block row's i-th block."""
     sums_each = e.rows // 2
-    a = (i * (e.width // 16) + step) * operands.STEP_UNITS
-    b = (r * e.beside + i) * (e.block_bytes // operands.UNIT) + step * operands.STEP_UNITS
+    a = (i * e.steps + step) * operands.STEP_UNITS
+    # A step takes 16 rows of a transposed box.
+    columns, units = (e.box, 16 * e.box * 2 // operands.UNIT) if e.turned else (e.width, operands.STEP_UNITS)
+    b = (r * e.beside + i) * (e.block_bytes // operands.UNIT) + step * units
     return operands.product(e.dtype, e.rows)(
         *(s.sums[r * sums_each + j] for j in range(sums_each)),
-        operands.swizzled(s.panel_at + T.Cast("uint32", a), e.panel * 2),
-        operands.swizzled(s.weight_at + T.Cast("uint32", b), e.width * 2), T.bool(True), 1, 1, 0, 0)
+        operands.swizzled(s.panel_at + T.Cast("uint32", a), e.panel * e.size),
+        operands.swizzled(s.weight_at + T.Cast("uint32", b), columns * e.size), T.bool(True), 1, 1,
+        *((0, e.turned) if e.size == 2 else ()))
 
 
 @phase
@@ -268,9 +290,14 @@ def multiply_panel(e, /, s):
         for r in T.unroll(e.rows_each):
             if (s.word[i] >> T.uint32(r)) & T.uint32(1) != T.uint32(0):
                 operands.fence()
-                for step in T.unroll(e.width // 16):
+                for step in T.unroll(e.steps):
                     of_block(e, s, r, i, step)
                 operands.commit()
+
+
+def along_boxes(e: Extents) -> int:
+    """Units from one box of a transposed block to the next."""
+    return e.box_bytes // operands.UNIT if e.turned else 1
 
 
 @phase
@@ -283,8 +310,8 @@ def consume(e, /, s):
     After: all products are in `sums`.
     """
     start = T.meta_var(held_address("u32", T.cuda.cvta_generic_to_shared(s.ring.ptr_to([0]))))
-    s.panel_of[0] = operands.place_of(start + T.Cast("uint32", s.warp // 4 * (GROUP_M * e.panel * 2)))
-    s.weight_of[0] = operands.place_of(start + T.uint32(e.x_bytes))
+    s.panel_of[0] = operands.place_of(start + T.Cast("uint32", s.warp // 4 * (GROUP_M * e.panel * e.size)))
+    s.weight_of[0] = operands.place_of(start + T.uint32(e.x_bytes), along_boxes(e))
     for j in T.unroll(e.tile_n // 2):
         s.sums[j] = T.float32(0)
     s.left = -1
@@ -314,7 +341,7 @@ def consume(e, /, s):
 def element(e: Extents, io: Any, s: Any, row: Any, r: Any, g: Any, i: Any, v: int) -> Any:
     """An element of y as bits: of eight columns a lane has two neighbours, in two rows."""
     found = output(io, row * e.rows + g * 8 + s.lane % 4 * 2 + v, s.sums[r * (e.rows // 2) + g * 4 + i * 2 + v])
-    return T.Cast("uint32", T.reinterpret("uint16", found))
+    return T.Cast("uint32", T.reinterpret("uint16", found)) if e.size == 2 else T.reinterpret("uint32", found)
 
 
 @phase
@@ -328,9 +355,15 @@ def pass_tile(e, /, io, s):
         if row >= 0:
             for g in T.unroll(e.rows // 8):
                 for i in T.unroll(2):
-                    s.stored[
-                        ((s.warp * 16 + i * 8 + s.lane // 4) * e.pitch + r * e.rows + g * 8) // 2 + s.lane % 4
-                    ] = element(e, io, s, row, r, g, i, 0) | (element(e, io, s, row, r, g, i, 1) << T.uint32(16))
+                    if e.size == 2:
+                        s.stored[
+                            ((s.warp * 16 + i * 8 + s.lane // 4) * e.pitch + r * e.rows + g * 8) // 2 + s.lane % 4
+                        ] = element(e, io, s, row, r, g, i, 0) | (element(e, io, s, row, r, g, i, 1) << T.uint32(16))
+                    else:
+                        for v in T.unroll(2):
+                            s.stored[
+                                (s.warp * 16 + i * 8 + s.lane // 4) * e.pitch + r * e.rows + g * 8 + s.lane % 4 * 2 + v
+                            ] = element(e, io, s, row, r, g, i, v)
     T.cuda.warp_sync()
 
 
@@ -340,19 +373,26 @@ def store_tile(e, /, io, s):
 
     Reads: `stored`, `row_of`. Writes: y, but for rows beyond m. Barriers: none.
     """
-    vectors = T.meta_var(e.tile_n // VECTOR)
+    vectors = T.meta_var(e.tile_n // e.vector)
     for j in T.serial((16 * vectors + 31) // 32):
         i: T.int32 = j * 32 + s.lane
         if i < 16 * vectors:
-            row: T.int32 = s.row_of[i % vectors * VECTOR // e.rows]
+            row: T.int32 = s.row_of[i % vectors * e.vector // e.rows]
             if row >= 0 and s.top + s.warp * 16 + i // vectors < io.m:
                 T.ptx.ld.shared.v4.u32(
                     s.words[0], s.words[1], s.words[2], s.words[3],
-                    s.stored.ptr_to([((s.warp * 16 + i // vectors) * e.pitch + i % vectors * VECTOR) // 2]))
+                    s.stored.ptr_to([((s.warp * 16 + i // vectors) * e.pitch + i % vectors * e.vector) // e.of_word]))
                 T.ptx.st.global_.v4.u32(
                     io.y.ptr_to([
-                        s.top + s.warp * 16 + i // vectors, row * e.rows + i % vectors * VECTOR % e.rows]),
+                        s.top + s.warp * 16 + i // vectors, row * e.rows + i % vectors * e.vector % e.rows]),
                     s.words[0], s.words[1], s.words[2], s.words[3])
+
+
+def boxes_of(e: Extents, io: Any) -> tuple[tuple[Any, int], tuple[int, int]]:
+    """All blocks as one matrix, and a box of it."""
+    if e.turned:
+        return (io.nnzb * e.cols, e.rows), (e.width, e.box)
+    return (io.nnzb * e.rows, e.cols), (e.rows, e.width)
 
 
 def is_producer(e: Extents, s: Any) -> Any:
@@ -371,10 +411,9 @@ def program(problem: BsrMatmul, decisions: Decisions) -> Program:
         weight_map = T.meta_var(tensor_map("weight_map"))
         T.evaluate(describe(x_map, io.x.ptr_to([0, 0]), e.dtype, (io.m, e.k), (e.tile_m, e.panel)))
         if io.nnzb > 0:
-            T.evaluate(describe(
-                weight_map, io.data.ptr_to([0, 0, 0]), e.dtype, (io.nnzb * e.rows, e.cols), (e.rows, e.width)))
+            T.evaluate(describe(weight_map, io.data.ptr_to([0, 0, 0]), e.dtype, *boxes_of(e, io)))
         else:  # An empty matrix has none; nothing is copied by this one.
-            T.evaluate(describe(weight_map, io.x.ptr_to([0, 0]), e.dtype, (io.m, e.k), (e.rows, e.width)))
+            T.evaluate(describe(weight_map, io.x.ptr_to([0, 0]), e.dtype, (io.m, e.k), boxes_of(e, io)[1]))
         with device_region():
             strips = T.meta_var((io.m + (e.tile_m - 1)) // e.tile_m)
             place = T.cta_id([e.tiles_n * strips])

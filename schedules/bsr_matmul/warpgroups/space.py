@@ -20,8 +20,8 @@ GROUP_M = 64
 TILE_M = (64, 128, 192, 256)
 # Rows of the weight of a thread block: some block rows. A warpgroup's sums take half as many registers of a thread.
 TILE_N = (64, 96, 128, 160, 192, 256)
-# Columns of a step, as bytes of a row in shared memory: those that have a swizzle.
-PANEL = (16, 32, 64)
+# Bytes of a row of a panel in shared memory: those that have a swizzle. Bytes of columns that an instruction takes.
+PANEL_BYTES, STEP_BYTES = (32, 64, 128), 32
 STAGES = (2, 3, 4, 6, 8, 12)
 # Warps that bring panels. If they were more than the stages, one would take a stage's phase before last, which has the
 # same parity, for the last.
@@ -30,12 +30,14 @@ PRODUCERS = (1, 2)
 LEAST_M = 33
 # Most block rows of a thread block; each has a lane of the producer warp.
 MOST_ROWS = 16
+# Columns of a box of a transposed block, as bytes of a row in shared memory: those that have a swizzle.
+BOXES = (64, 32, 16)
 # Registers of a thread beside sums: at most, and mostly; and of a multiprocessor.
 BESIDES, HELD, REGISTERS = 40, 26, 65536
 # Most columns of operand B.
 MOST_N = 256
-# Elements of a vector of 16 bytes, and those between rows of a tile of y in shared memory beyond its width.
-VECTOR = 8
+# Bytes of a vector, and those between rows of a tile of y in shared memory beyond its width.
+VECTOR_BYTES = 16
 # Where swizzled rows begin: at multiples of the bytes of eight rows of the widest.
 ALIGNED = 1024
 WARPGROUP = 128
@@ -58,13 +60,22 @@ def space(problem: BsrMatmul, machine: Machine) -> Table:
     rows, cols = problem.block_shape
     if not machine.has_warpgroups:
         raise NotApplicable(f"{machine.arch} has no products of warpgroups (wgmma)")
-    if numpy_dtype(problem.dtype).itemsize != 2:
-        raise NotApplicable(f"{problem.dtype} is not of 16 bits")
-    if rows % 8 or cols % 16 or rows > MOST_N:
-        raise NotApplicable(f"blocks of {rows}x{cols} are not of multiples of 8 rows up to {MOST_N}, and 16 columns")
+    size = numpy_dtype(problem.dtype).itemsize
+    if size != 2 and not problem.precision:
+        raise NotApplicable(f"{problem.dtype} is not of 16 bits, and tf32 is not asked for")
+    least = STEP_BYTES // size
+    if rows % 8 or cols % least or rows > MOST_N:
+        raise NotApplicable(
+            f"blocks of {rows}x{cols} are not of multiples of 8 rows up to {MOST_N}, and {least} columns"
+        )
+    if problem.turned and (rows % BOXES[-1] or size != 2):
+        raise NotApplicable(
+            f"transposed blocks of {rows} columns in {problem.dtype} are not of multiples of {BOXES[-1]} of 16 bits"
+        )
     if problem.m < LEAST_M:
         raise NotApplicable(f"m={problem.m} fills too little of the {GROUP_M} rows of a warpgroup")
-    panels = tuple(panel for panel in PANEL if (cols % panel == 0 or panel % cols == 0) and problem.k % panel == 0)
+    wide = [width // size for width in PANEL_BYTES]
+    panels = tuple(panel for panel in wide if (cols % panel == 0 or panel % cols == 0) and problem.k % panel == 0)
     return {
         "tile_m": tuple(tile for tile in TILE_M if tile < 2 * max(problem.m, GROUP_M)),
         "tile_n": tuple(sorted({tile // rows * rows for tile in TILE_N if tile >= rows} or {rows})),
@@ -91,7 +102,9 @@ def allowed(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> str |
 
 
 def declines(problem: BsrMatmul, machine: Machine) -> bool:
-    return time_of_warpgroups(problem) >= time_of_warps(problem)
+    # No other template reads transposed blocks, or float32, by tensor cores.
+    alone = problem.turned or problem.precision
+    return not alone and time_of_warpgroups(problem) >= time_of_warps(problem)
 
 
 def default(problem: BsrMatmul, machine: Machine) -> Decisions:
@@ -151,13 +164,13 @@ def estimate(problem: BsrMatmul, machine: Machine, e: Extents) -> float:
     """
     density = 1 - problem.sparsity
     each = resident(e, machine)
-    stored = e.tile_m * e.tile_n * 2
+    stored = e.tile_m * e.tile_n * e.size
 
     def panels(density: float) -> float:
         return (1 - (1 - density) ** (e.beside * e.rows_each)) * e.k / e.panel
 
     def brought(density: float) -> float:
-        return panels(density) * e.x_bytes + density * e.tile_n * e.k * 2
+        return panels(density) * e.x_bytes + density * e.tile_n * e.k * e.size
 
     def alone(density: float) -> float:
         copies = panels(density) + density * e.rows_each * e.k / e.width
@@ -165,8 +178,8 @@ def estimate(problem: BsrMatmul, machine: Machine, e: Extents) -> float:
             max(panels(density) * ON_ITS_WAY / e.stages, copies * OF_COPY / e.producers) + BEGIN + stored / STORED_BYTES
         )
 
-    # An instruction reads 64 rows of x by 16 columns, and as many of each of a block's rows.
-    products = e.groups * density * e.rows_each * e.k / 16 * max(e.rows / 2, 16 + e.rows / 4) / CLOCKS
+    # An instruction reads 64 rows of x by 32 bytes, and as many of each of a block's rows.
+    products = e.groups * density * e.rows_each * e.k * e.size / STEP_BYTES * max(e.rows / 2, 16 + e.rows / 4) / CLOCKS
     shared = max((brought(density) + stored) / L2_BYTES, products)
     thread_blocks = e.tiles_n * ceildiv(problem.m, e.tile_m) / machine.cores  # of a multiprocessor
     if thread_blocks <= each:
@@ -209,7 +222,16 @@ class Extents(OfMatrix):
     stages: int
     producers: int
     overlap: int
+    turned: int
 
+    @classmethod
+    def of(cls, problem: BsrMatmul, decisions: Decisions) -> Self:
+        return super().of(problem, {**decisions, "turned": problem.turned})
+
+    # Bytes of an element; elements of a vector, and of a 32-bit word.
+    size = extent(lambda e: numpy_dtype(e.dtype).itemsize)
+    vector = extent(lambda e: VECTOR_BYTES // e.size)
+    of_word = extent(lambda e: 4 // e.size)
     # Warpgroups that multiply.
     groups = extent(lambda e: e.tile_m // GROUP_M)
     # Threads of a thread block: with those of the producer warps.
@@ -224,16 +246,22 @@ class Extents(OfMatrix):
     parts = extent(lambda e: max(e.cols // e.panel, 1))
     # Columns of a block that a step takes.
     width = extent(lambda e: min(e.cols, e.panel))
+    # Instructions along these.
+    steps = extent(lambda e: e.width * e.size // STEP_BYTES)
     # Bytes of a panel of x.
-    x_bytes = extent(lambda e: e.tile_m * e.panel * 2)
+    x_bytes = extent(lambda e: e.tile_m * e.panel * e.size)
     # Bytes of a block's part that a step takes.
-    block_bytes = extent(lambda e: e.rows * e.width * 2)
+    block_bytes = extent(lambda e: e.rows * e.width * e.size)
+    # Columns of a box of a transposed block, each a row of the weight; boxes of a block; and bytes of one.
+    box = extent(lambda e: next(box for box in BOXES if e.rows % box == 0))
+    boxes = extent(lambda e: e.rows // e.box)
+    box_bytes = extent(lambda e: e.block_bytes // e.boxes)
     # Bytes of a stage: a panel of x, and room for each block that may be in it.
     stage_bytes = extent(lambda e: ceildiv(e.x_bytes + e.rows_each * e.beside * e.block_bytes, ALIGNED) * ALIGNED)
     # Elements from one row of y to the next, in shared memory.
-    pitch = extent(lambda e: e.tile_n + VECTOR)
+    pitch = extent(lambda e: e.tile_n + e.vector)
     # Bytes of a tile of y in shared memory, where the stages have been.
-    stored_bytes = extent(lambda e: e.tile_m * e.pitch * 2)
+    stored_bytes = extent(lambda e: e.tile_m * e.pitch * e.size)
     # Bytes of all stages, after which mbarriers and words stand.
     barriers_at = extent(lambda e: e.stages * e.stage_bytes)
     # Bytes of stages and mbarriers, after which there are words: what each stage has, and the block rows.

@@ -14,6 +14,9 @@ elements reach. A scan over the counts tells where each bin's elements begin in 
 largest (the cut). Elements up to the cut become keys, each in its bin's range of shared memory, and are compared only
 with the keys of their own bin.
 
+With `lanes` = 16 a warp has two rows at the same time (`pairs`), for the smallest k: what lanes do together then serves
+both.
+
 **When that fails.** Equal values, outliers and infinities can leave too many keys: too many elements at the threshold,
 or a crowded bin. For larger k a row's values are then gone through one after another, the largest first, as long as
 they are few, and votes of the lanes tell the place of every element that has one. Else the k-th largest is found by
@@ -23,7 +26,7 @@ largest, and of the elements equal to it the first columns are taken. For larger
 bitonic sort.
 
 The files: `space` has the decisions and the extents that follow from them; `kernel` the kernel as a sequence of phases;
-`row`, `counting`, `bins`, `levels`, `bisection` and `results` these phases; `state` what they share.
+`row`, `counting`, `pairs`, `bins`, `levels`, `bisection` and `results` these phases; `state` what they share.
 """
 
 from __future__ import annotations

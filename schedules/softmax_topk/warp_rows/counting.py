@@ -68,7 +68,7 @@ def count_larger(layout, /, at, s, j):
     Reads: `key`, the j-th two of `keys`. Writes: `rank`, to which it adds how many of the two are larger.
     """
     for v in T.vectorized(2):
-        s.pair[v] = s.keys[at.warp * layout.keys + j * 2 + v]
+        s.pair[v] = s.keys[layout.first_key + at.warp * layout.keys + j * 2 + v]
     s.rank[0] = s.rank[0] + (
         T.Select(s.pair[0] > s.key[0], T.int32(1), T.int32(0))
         + T.Select(s.pair[1] > s.key[0], T.int32(1), T.int32(0)))

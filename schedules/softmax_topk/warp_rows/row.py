@@ -8,10 +8,11 @@ from tvm_sparse.core.phase import phase
 
 from ...device.arithmetic import LN_2, tanh_on_gpu
 from ...device.references import exact_factor, is_far, unit_of
-from ...device.selection import MINUS_INFINITY, bits_value, maxima_of_warp, order
+from ...device.selection import FULL_WARP, MINUS_INFINITY, bits_value, maxima_of_lanes, maxima_of_warp, order
 from ...device.thresholds import Rank
 from ...device.words import load_element, load_words, per_word, value_in
 from ..elements import cap_elements, capped, mask_vectors
+from .space import WARP
 from .state import added, column_of, folded, lanes_max, lanes_min, ragged
 
 
@@ -41,7 +42,7 @@ def load_row(layout, /, io, at, s):
     for e in T.unroll(held):
         s.x[e] = value_in(layout.dtype, s.raw[e // parts], e % parts)
     # A vector that reaches beyond the array's end is loaded element by element.
-    if not aligned and layout.vectors * 32 * width > at.left:
+    if not aligned and layout.vectors * layout.lanes * width > at.left:
         for e in T.unroll(held):
             if ragged(layout, e // width):
                 if column_of(layout, at, e) < layout.vocab and (
@@ -97,7 +98,10 @@ def bound_by_lanes(layout, /, io, at, s):
     After: `top` is the row's maximum, and `lower` the k-th largest of the lanes' maxima.
     """
     order(s.top[0], s.value, s.ordered)
-    maxima_of_warp(Rank(layout.k, 1, sure=True, most=0))(at.lane, s.ordered, s.top_bits, s.lower)
+    if layout.lanes == WARP:
+        maxima_of_warp(Rank(layout.k, 1, sure=True, most=0))(at.lane, s.ordered, s.top_bits, s.lower)
+    else:
+        maxima_of_lanes(layout.lanes, layout.k)(at.lane, s.ordered, s.top_bits, s.lower)
     s.top[0] = bits_value(s.top_bits[0])
 
 
@@ -159,7 +163,12 @@ def sum_exponentials(layout, /, io, at, s):
             s.partial[e] = s.power[0]
         else:
             s.partial[e % sums] = s.partial[e % sums] + s.power[0]
-    s.d[0] = T.cuda.warp_sum(folded(added, s.partial, sums))
+    if layout.lanes == WARP:
+        s.d[0] = T.cuda.warp_sum(folded(added, s.partial, sums))
+    else:
+        s.d[0] = folded(added, s.partial, sums)
+        for j in T.unroll(layout.lanes.bit_length() - 1):
+            s.d[0] = s.d[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[0], layout.lanes >> (j + 1), 32, 32)
     T.ptx.rcp.approx.ftz.f32(s.inverse[0], s.d[0])
     s.logarithm[0] = T.float32(0)
     if io.log != 0:
@@ -191,8 +200,8 @@ def take_marked(layout, /, io, at, s, w):
     width = T.meta_var(layout.width)
     s.column[0] = 31 - T.clz(T.reinterpret("int32", s.marks[w]))
     s.marks[w] = s.marks[w] ^ (T.uint32(1) << T.Cast("uint32", s.column[0]))
-    # Columns from the lane's element 0 to element w * 32 + i: 32 an element in whole vectors, 1 within a vector.
-    s.column[0] = w * 1024 + s.column[0] * 32 - s.column[0] % width * 31
+    # Columns from the lane's element 0 to element w * 32 + i: `lanes` an element in whole vectors, 1 within a vector.
+    s.column[0] = (w * 32 * layout.lanes + s.column[0] * layout.lanes) - s.column[0] % width * (layout.lanes - 1)
     s.value[0] = load_element(layout.dtype, io.logits.ptr_to([at.row, at.lane * width - at.lead + s.column[0]]))
     if layout.capped:
         s.value[0] = capped(io, s.value[0], tanh_on_gpu)

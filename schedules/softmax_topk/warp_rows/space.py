@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm_sparse.core.derived import Derived
 from tvm_sparse.core.machine import Machine
@@ -13,6 +13,8 @@ from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 WARP = 32  # lanes
 # Rows of a thread block, each with a warp.
 ROWS = powers(1, 8)
+# Lanes of a warp that share a row.
+LANES = (32,)
 # Words up to which ranking takes all warps as long.
 FEW_RANKED = 8
 # A lane holds MAX_VOCAB / 32 = 64 elements; more would not leave enough registers to work with.
@@ -54,6 +56,8 @@ class Layout:
     capped: bool  # whether there is a soft cap
     rows: int  # rows, and warps, of a thread block
     overlapped: bool  # whether the kernel is started by programmatic dependent launch
+    lanes: int  # of a warp that share a row
+    first_key: int = 0  # where the keys of the thread block's first row are
 
     @classmethod
     def of(cls, problem: SoftmaxTopk, decisions: Decisions) -> Layout:
@@ -67,10 +71,11 @@ class Layout:
             capped=bool(problem.capped),
             rows=decisions["rows"],
             overlapped=bool(decisions["overlap"]),
+            lanes=decisions.get("lanes", WARP),
         )
 
     # Threads of a thread block.
-    threads = extent(lambda e: WARP * e.rows)
+    threads = extent(lambda e: e.lanes * e.rows)
 
     # The row in registers.
 
@@ -83,12 +88,14 @@ class Layout:
     def vectors(self) -> int:
         """Vectors of a lane."""
         row_vectors = ceildiv(self.vocab + (0 if self.aligned else self.width - 1), self.width)
-        return ceildiv(row_vectors, WARP)
+        return ceildiv(row_vectors, self.lanes)
 
     # Elements of a lane, including places before or after the row, which hold minus infinity.
     held = extent(lambda e: e.vectors * e.width)
     # Thread blocks that should fit on a multiprocessor at the same time, which limits the registers of a thread.
     resident = extent(lambda e: max(next(threads for held, threads in RESIDENT if e.held <= held) // e.threads, 1))
+    # Rows that a warp has at the same time.
+    warp_rows = extent(lambda e: WARP // e.lanes)
     # Words of 32 bits that have one bit for each element of a lane.
     mark_words = extent(lambda e: ceildiv(e.held, 32))
     # Partial sums that a lane keeps, so that an addition does not wait for the one before.
@@ -101,8 +108,8 @@ class Layout:
 
     @property
     def _parts(self) -> list[int]:
-        """Numbers of equal groups into which a lane's elements can be divided, so that a warp has at least k groups."""
-        return [g for g in range(ceildiv(self.k, WARP), self.held + 1) if self.held % g == 0]
+        """Numbers of equal groups into which a lane's elements can be divided, so that a row has at least k groups."""
+        return [g for g in range(ceildiv(self.k, self.lanes), self.held + 1) if self.held % g == 0]
 
     # Groups of a lane's elements whose maxima are looked at: at least k elements reach the least of all maxima.
     groups = extent(lambda e: e._parts[0])
@@ -121,7 +128,7 @@ class Layout:
     # Keys and counts in shared memory.
 
     # Keys that there may be to rank.
-    room = extent(lambda e: COUNTED_ROOM if e.counted else e.k + CROWD)
+    room = extent(lambda e: COUNTED_ROOM // e.warp_rows if e.counted else e.k + CROWD)
     # Keys that the bitonic sort puts in order: a power of two, at least a pair for each lane.
     sorted_keys = extent(lambda e: max(1 << (e.k - 1).bit_length(), 2 * WARP))
     # Bins; a multiple of 128, because a lane scans four at a time. 0 if keys are ranked by counting.
@@ -141,8 +148,15 @@ class Layout:
         """
         return self.bins + 4 if self.bins else 0
 
-    # Shared memory of a warp.
-    bytes = extent(lambda e: 8 * e.keys + 4 * e.counts)
+    @property
+    def alone(self) -> Layout:
+        """How a warp lays a row out that it has alone, after it has had several: with other places for keys."""
+        return replace(self, lanes=WARP, rows=self.rows // self.warp_rows, first_key=self.rows * self.keys)
+
+    # Keys of a thread block.
+    all_keys = extent(lambda e: e.rows * e.keys + (0 if e.lanes == WARP else e.alone.rows * e.alone.keys))
+    # Shared memory of a thread block.
+    bytes = extent(lambda e: 8 * e.all_keys + 4 * e.rows * e.counts)
 
 
 # Words that a warp ranks as fast as a thread block.
@@ -156,14 +170,28 @@ def space(problem: SoftmaxTopk, machine: Machine) -> Table:
         raise NotApplicable(f"vocab={problem.vocab} exceeds {MAX_VOCAB}: a warp would not hold the row in registers")
     if problem.k > MAX_K:
         raise NotApplicable(f"k={problem.k} exceeds {MAX_K}: a warp alone would take long to rank them")
-    return {"rows": ROWS, "overlap": (int(machine.has_clusters),)}
+    return {"rows": ROWS, "overlap": (int(machine.has_clusters),), "lanes": LANES}
+
+
+def allowed(problem: SoftmaxTopk, machine: Machine, decisions: Decisions) -> str | None:
+    """Why a point is left out; None if it is not."""
+    layout = Layout.of(problem, decisions)
+    if layout.lanes == WARP:
+        return None
+    if problem.k > layout.lanes // 2:
+        return f"k={problem.k} of the maxima of {layout.lanes} lanes would leave too many words above the least of them"
+    if layout.mark_words > 1:
+        return f"{layout.held} words of a row in a lane's registers are more than 32"
+    if layout.rows < layout.warp_rows:
+        return f"a warp has {layout.warp_rows} rows, and a thread block {layout.rows}"
+    return None
 
 
 def default(problem: SoftmaxTopk, machine: Machine) -> Decisions:
     """Four rows a thread block, or one where many words are ranked: warps take different times for that, and a thread
     block ends with its last one.
     """
-    return {"rows": 4 if problem.k <= FEW_RANKED else 1, "overlap": int(machine.has_clusters)}
+    return {"rows": 4 if problem.k <= FEW_RANKED else 1, "overlap": int(machine.has_clusters), "lanes": WARP}
 
 
 def declines(problem: SoftmaxTopk, machine: Machine) -> bool:

@@ -26,8 +26,8 @@ from .space import WARP, Layout
 class Place:
     """Which row a warp has, and how it lies in memory."""
 
-    lane: Any  # of the thread in its warp
-    warp: Any  # of the thread in its thread block
+    lane: Any  # of the thread among those of its row
+    warp: Any  # of the row in its thread block
     row: Any  # among the logits; int64, as offsets into these can exceed 2^31
     lead: Any  # elements of the row before in this row's first vector; 0 where rows are aligned
     keys: Any  # where the warp's keys begin in `State.keys`
@@ -44,7 +44,7 @@ class State(Buffers):
     worse).
     """
 
-    keys: Any = pooled("uint64", lambda e: e.rows * e.keys, 0)  # shared: `layout.keys` for each warp
+    keys: Any = pooled("uint64", lambda e: e.all_keys, 0)  # shared: `layout.keys` for each row
     # Counts of bins, `layout.counts` words for each warp: first how many elements, then where.
     counts: Any = pooled("int32", lambda e: e.rows * e.counts, lambda e: 2 * e.rows * e.keys, when=lambda e: e.bins > 0)
     own: Any = local("int32", 4, when=lambda e: e.bins > 0)  # scratch: counts of four bins, or bins of four elements
@@ -89,6 +89,8 @@ class State(Buffers):
     pair: Any = local("uint64", 2)  # scratch: two keys
     # 1 if these include the k largest and are few enough to be ranked; 0 if bisection is needed.
     settled: Any = local("int32")
+    # Whether there is a row for these lanes.
+    present: Any = local("int32", when=lambda e: e.lanes < WARP)
     # Addresses of the row's first value and first index.
     outputs_at: Any = local("uint64", 2)
     wanted: Any = local("int64")  # a given column
@@ -97,12 +99,12 @@ class State(Buffers):
 def column_of(layout: Layout, at: Place, e: Any) -> Any:
     """The column of the lane's element e; below 0 or from vocab on for one that is not of the row."""
     vector, within = e // layout.width, e % layout.width
-    return (vector * WARP + at.lane) * layout.width + within - at.lead
+    return (vector * layout.lanes + at.lane) * layout.width + within - at.lead
 
 
 def ragged(layout: Layout, vector: Any) -> Any:
     """Whether the vector of this number of some lane may reach beyond the row's end."""
-    return (vector + 1) * WARP * layout.width > layout.vocab
+    return (vector + 1) * layout.lanes * layout.width > layout.vocab
 
 
 def folded(operation: Any, values: Any, count: int, start: int = 0, step: int = 1) -> Any:

@@ -26,8 +26,9 @@ from tvm_sparse.runtime.dispatch import dispatcher
 from tvm_sparse.runtime.signature import ROWS, Absent, Array, Number, Output, Signature, Structure, Text
 
 from .dense import likely_way
-from .problem import ACTIVATIONS, BsrMatmul, activated
-from .weight import BsrWeight
+from .problem import ACTIVATIONS, PRECISIONS, BsrMatmul, activated
+from .weight import BsrWeight, unread
+from .weight import Structure as Prepared
 
 SIGNATURES = {
     "bsr_matmul": Signature(
@@ -37,11 +38,12 @@ SIGNATURES = {
         ("activation", Absent(), Text(ACTIVATIONS[1:])),
         ("validate", Number("bool")),
         ("dense", Absent(), Number("bool")),
+        ("precision", Absent(), Text(PRECISIONS[1:])),
         outputs=(Output("y"),),
     )
 }
 
-__all__ = ["BsrWeight", "bsr_matmul"]
+__all__ = ["BsrWeight", "bsr_matmul", "check_precision"]
 
 
 def bsr_matmul(
@@ -53,6 +55,7 @@ def bsr_matmul(
     out: Any = None,
     validate: bool = False,
     dense: bool | None = None,
+    precision: str | None = None,
 ) -> Any:
     """activation(x @ weight.T + bias) with a block-sparse weight.
 
@@ -85,6 +88,11 @@ def bsr_matmul(
         on the host). None: where that is likely to be faster, for torch tensors on a GPU and a `BsrWeight` that is
         `constant`. Such a weight makes the copy at its first use and keeps it, `n * k` elements; for others it is made
         in every call.
+    precision
+        None: products of float32 are exact but for the rounding of sums. `"tf32"`: tensor cores may ignore the lowest
+        13 bits of x and the weight, where a kernel does, as those for many rows on Hopper; an element then differs by
+        up to 2^-9 of the sum of the absolute values of its products. It says nothing about 16-bit inputs, a dense copy
+        or the gradient of stored blocks.
 
     Returns
     -------
@@ -97,7 +105,7 @@ def bsr_matmul(
         If `x`, `weight` or `bias` has another type.
     ValueError
         For a 0-d x, another dtype, shapes that do not fit, a malformed structure (naming the first invalid entry),
-        arrays on different devices, an unknown activation, or an `out` that does not fit.
+        arrays on different devices, an unknown activation or precision, or an `out` that does not fit.
     RuntimeError
         If `out`, the data of a `BsrWeight`, or a sparse tensor requires a gradient.
 
@@ -105,7 +113,8 @@ def bsr_matmul(
     -----
     The result is differentiable in tensors that require a gradient. The gradient of x is the product of the output's
     gradient with the transposed weight, by the same kernels; a `BsrWeight` keeps its transposed structure from the
-    first such call on. The gradient of stored blocks, given as `(data, indices, indptr)`, is a sampled dense-dense
+    first such call on. Where products of warpgroups are the fastest, they read the blocks as they are; other kernels
+    take a transposed copy. The gradient of stored blocks, given as `(data, indices, indptr)`, is a sampled dense-dense
     product, by PyTorch's batched product of gathered rows, or, where that is faster on a GPU, the stored blocks of its
     dense product; that of the bias is a sum. An activation costs a second product in the backward pass.
 
@@ -123,7 +132,7 @@ def bsr_matmul(
     if not isinstance(weight, BsrWeight):
         parts = weight if isinstance(weight, (tuple, list)) else (weight,)
         if custom.transformed(x, bias, *parts, differentiable=True):
-            return _operator(x, weight, bias, activation, out, validate, dense)
+            return _operator(x, weight, bias, activation, out, validate, dense, precision)
         known = arrays.facts("x", x)
         check_floats("x", known)
         weight = BsrWeight(weight, columns=known.shape[-1], validate=validate, balance=False)
@@ -131,13 +140,13 @@ def bsr_matmul(
         weight.validate()
     torch = sys.modules.get("torch")
     launchers = weight.launchers.of(dispatcher.launchers)
-    what = asked(activation, dense)
+    what = asked(activation, dense, precision)
     found = repeat.again_by_rows(launchers, what, (x, *weight.arguments, bias), out)
     if found is not None:
         return found
 
     if custom.transformed(x, bias, weight.data, differentiable=True):
-        return _operator(x, weight, bias, activation, out, validate, dense)
+        return _operator(x, weight, bias, activation, out, validate, dense, precision)
     known = arrays.facts("x", x)
     check_floats("x", known)
     refuse_gradient("x", x, TORCH_ALONE)
@@ -145,6 +154,8 @@ def bsr_matmul(
     k = known.shape[-1]
     if k != weight_k:
         raise ValueError(f"x: expected {weight_k} columns, as the weight has, got shape {known.shape}")
+    check_precision(precision)
+    options: dict[str, Any] = {"bias": bias, "activation": activation, "dense": dense, "precision": precision}
     casts = _casts(x, bias, known, weight, torch)
     if known.dtype != weight.dtype and not casts:
         raise ValueError(
@@ -159,12 +170,13 @@ def bsr_matmul(
     if casts:
         bias = bias.to(weight.data.dtype) if arrays.is_torch(bias) else bias
         x = x.to(weight.data.dtype)
-        return bsr_matmul(x, weight, bias=bias, activation=activation, out=out, dense=dense)
+        options["bias"] = bias
+        return bsr_matmul(x, weight, out=out, **options)
     if len(known.shape) != 2:
 
         def call(rows: Any, given: Any) -> list[Any]:
             into = given and given[0]
-            return [bsr_matmul(rows, weight, bias=bias, activation=activation, out=into, dense=dense)]
+            return [bsr_matmul(rows, weight, out=into, **options)]
 
         [y] = by_rows(call, x, known, out, (("out", (n,), known.dtype),))
         return out if out is not None else y
@@ -181,7 +193,7 @@ def bsr_matmul(
     if m > most:
 
         def some(given: list[Any], into: list[Any]) -> Any:
-            return bsr_matmul(given[0], weight, bias=bias, activation=activation, out=into[0], dense=dense)
+            return bsr_matmul(given[0], weight, out=into[0], **options)
 
         by_parts(some, m, most, (x,), (y,))
         return out if out is not None else arrays.returned(y, x)
@@ -192,7 +204,7 @@ def bsr_matmul(
             else:
                 _fill_rows(y, bias, activation or "")
         else:
-            problem = weight.problem(m, int(bias is not None), activation or "")
+            problem = weight.problem(m, int(bias is not None), activation or "", precision or "")
             [row] = [arrays.ready(name, array, theirs) for name, theirs, array in extras] or [None]
             ready, where = arrays.ready("x", x, known), machine_of("x", known)
             if dense is None:
@@ -206,9 +218,55 @@ def bsr_matmul(
     return out if out is not None else arrays.returned(y, x)
 
 
-def asked(activation: str | None, dense: bool | None) -> Any:
+def asked(activation: str | None, dense: bool | None, precision: str | None = None) -> Any:
     """What launchers of a weight are kept by, beside the arrays of a call."""
-    return activation if dense is None else (activation, dense)
+    return activation if dense is None and precision is None else (activation, dense, precision)
+
+
+def check_precision(precision: Any) -> None:
+    """Raise `ValueError` unless this is a precision of float32."""
+    if precision is not None and precision not in PRECISIONS[1:]:
+        raise ValueError(f"precision: expected {PRECISIONS[1]!r} or None, got {precision!r}")
+
+
+def turned_product(x: Any, data: Any, indices: Any, indptr: Any, order: Any, structure: int, places: Any) -> Any:
+    """x @ weight.T for a weight whose blocks are stored transposed: block b is the transposed `data[places[b]]`.
+
+    Parameters
+    ----------
+    x
+        `(m, k)`, m at least 1.
+    data
+        `(nnzb, block_cols, block_rows)` of x's dtype, at least one.
+    indices, indptr, order, structure
+        As in `BsrWeight.assembled`.
+    places
+        `(nnzb,)`, int32.
+
+    Returns
+    -------
+    y
+        `(m, n)`.
+    """
+    known, theirs = arrays.facts("x", x), arrays.facts("data", data)
+    columns, long, pattern, constant, _ = Prepared.unpacked(structure)
+    nnzb, cols, rows = theirs.shape
+    block_rows = arrays.facts("indptr", indptr).shape[0] - 1
+    sparsity = min(max(1 - nnzb / (block_rows * (columns // cols)), 0.0), 1.0)
+    m, n = known.shape[0], block_rows * rows
+    problem = BsrMatmul(m, columns, n, f"{rows}x{cols}", sparsity, pattern, known.dtype, turned=1)
+    if order is None:
+        order = unread((block_rows, 3), indptr, known)
+    y = arrays.empty((m, n), known.dtype, x, known)
+    ready = arrays.ready("x", x, known), arrays.ready("data", data, theirs)
+    arguments = (*ready, indices, indptr, order, long, int(constant), places)
+    launch(dispatcher, problem, machine_of("x", known), turned_choice(structure), arguments, (y,), single=True)
+    return y
+
+
+def turned_choice(structure: int) -> tuple[Any, ...]:
+    """What decides on a kernel of `turned_product` beside its arguments: the key under which launchers are kept."""
+    return "bsr_matmul of transposed blocks", structure
 
 
 def way(problem: BsrMatmul, machine: Machine) -> str:
@@ -222,9 +280,16 @@ def told_way(problem: BsrMatmul, machine: Machine) -> str:
 
 
 def _operator(
-    x: Any, weight: Any, bias: Any, activation: str | None, out: Any, validate: bool, dense: bool | None
+    x: Any,
+    weight: Any,
+    bias: Any,
+    activation: str | None,
+    out: Any,
+    validate: bool,
+    dense: bool | None,
+    precision: str | None,
 ) -> Any:
-    options = {"activation": activation, "out": out, "validate": validate, "dense": dense}
+    options = {"activation": activation, "out": out, "validate": validate, "dense": dense, "precision": precision}
     return custom.module_of("bsr_matmul").bsr_matmul(x, weight, bias=bias, **options)
 
 

@@ -66,6 +66,26 @@ def likely_way(problem: BsrMatmul, machine: Machine) -> Likely:
     return dense.likely_way(problem, machine, partial(kernel_time, problem), f"blocks of {problem.block}")
 
 
+# The shorter side of a block from which on `block_warpgroups` reads transposed blocks.
+LEAST_TURNED = 16
+
+
+def reads_turned(m: int, k: int, n: int, block: tuple[int, int], blocks: int, dtype: str, machine: Machine) -> bool:
+    """Whether the product of x `(m, k)` and a weight `(n, k)` whose blocks are stored transposed likely takes less time
+    by the kernel that reads them so than by one for a copy of them.
+    """
+    return not dispatch.dispatcher.batch_invariant and _reads_turned(m, k, n, block, blocks, dtype, machine)
+
+
+@lru_cache(256)
+def _reads_turned(m: int, k: int, n: int, block: tuple[int, int], blocks: int, dtype: str, machine: Machine) -> bool:
+    rows, cols = block
+    if not dense.is_known(dtype, machine) or rows % LEAST_TURNED or cols % LEAST_TURNED:
+        return False
+    problem = BsrMatmul(m, k, n, f"{rows}x{cols}", 1 - min(blocks * rows * cols / (n * k), 1.0), dtype=dtype)
+    return time_of_warpgroups(problem) < time_of_warps(problem)
+
+
 # Bytes of a dense matrix that are copied in a microsecond, and how often: stored blocks to a dense matrix and to its
 # layout, and its gradient's blocks back.
 COPIED_BYTES, COPIES, COPIES_BACK = 1.1e6, 5, 2

@@ -19,7 +19,7 @@ def dense_weight(problem: BsrMatmul, inputs: Sequence[Any]) -> Any:
     """The weight in the inputs as a dense `(n, k)` array."""
     import numpy as np
 
-    _, data, indices, indptr, *_ = inputs
+    data, indices, indptr = problem.blocks(inputs), *inputs[2:4]
     rows, cols = problem.block_shape
     block_rows, block_cols = problem.grid
     blocks = np.zeros((block_rows, block_cols, rows, cols), data.dtype)
@@ -64,7 +64,7 @@ def _torch_bsr_tensor(problem: BsrMatmul, inputs: Sequence[Any], device: str) ->
 
     import torch
 
-    data, indices, indptr = (torch_tensor(a, device) for a in inputs[1:4])
+    data, indices, indptr = (torch_tensor(a, device) for a in (problem.blocks(inputs), *inputs[2:4]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that sparse tensors are in beta
         return torch.sparse_bsr_tensor(indptr, indices, data, size=(problem.n, problem.k))
@@ -85,7 +85,7 @@ def _torch_bsr_triton(problem: BsrMatmul, inputs: Sequence[Any], device: str) ->
 def _scipy_bsr(problem: BsrMatmul, inputs: Sequence[Any], device: str) -> Call:
     import scipy.sparse
 
-    x, data, indices, indptr, *_ = inputs
+    x, data, indices, indptr = inputs[0], problem.blocks(inputs), *inputs[2:4]
     if problem.dtype != "float32":
         raise TypeError(f"SciPy has no {problem.dtype}")
     weight = scipy.sparse.bsr_array((data, indices, indptr), shape=(problem.n, problem.k))
@@ -98,23 +98,28 @@ def _numpy_dense(problem: BsrMatmul, inputs: Sequence[Any], device: str) -> Call
 
 
 def ours(problem: BsrMatmul, inputs: Sequence[Any], convert: Callable[[Any], Any]) -> tuple[Call, Problem]:
-    x, data, indices, indptr = map(convert, inputs[:4])
+    x, data, indices, indptr = map(convert, (inputs[0], problem.blocks(inputs), *inputs[2:4]))
     # As in inference, where weights are not written.
     weight = BsrWeight((data, indices, indptr), columns=problem.k, constant=True)
     [bias] = map(convert, problem.biases(inputs) or [None])
-    extras: dict[str, Any] = {"bias": bias, "activation": problem.activation or None}
-    return lambda: bsr_matmul(x, weight, **extras), weight.problem(problem.m, problem.bias, problem.activation)
+    called = weight.problem(problem.m, problem.bias, problem.activation, problem.precision)
+    return lambda: bsr_matmul(x, weight, bias=bias, **_options(problem)), called
+
+
+def _options(problem: BsrMatmul) -> dict[str, Any]:
+    """Options of the public function that a problem says."""
+    return {"activation": problem.activation or None, "precision": problem.precision or None}
 
 
 def ways(problem: BsrMatmul, inputs: Sequence[Any], machine: Machine) -> dict[str, Call]:
     """The public function by each of its ways, for torch tensors and a constant weight."""
-    x, data, indices, indptr = (torch_tensor(array, machine.device) for array in inputs[:4])
+    given = inputs[0], problem.blocks(inputs), *inputs[2:4]
+    x, data, indices, indptr = (torch_tensor(array, machine.device) for array in given)
     weight = BsrWeight((data, indices, indptr), columns=problem.k, constant=True)
     [bias] = [torch_tensor(array, machine.device) for array in problem.biases(inputs)] or [None]
-    options: dict[str, Any] = {"bias": bias, "activation": problem.activation or None}
 
     def by(way: str) -> Call:
-        return lambda: bsr_matmul(x, weight, dense=way == DENSE, **options)
+        return lambda: bsr_matmul(x, weight, bias=bias, dense=way == DENSE, **_options(problem))
 
     return {way: by(way) for way in (KERNEL, DENSE)}
 

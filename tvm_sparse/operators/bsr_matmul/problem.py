@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tvm_sparse.core import distribution
-from tvm_sparse.core.problem import OPTIONAL, Argument, Cost, ProblemError, Settings, numpy_dtype
+from tvm_sparse.core.problem import OPTIONAL, Argument, Cost, Problem, ProblemError, Settings, numpy_dtype
 from tvm_sparse.core.rounding import ROUNDING, SMALLEST, aligned
 
 from .pattern import SUMMATION, BlockSparse, shuffle_columns
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from tvm import tirx
 
 ACTIVATIONS = ("", "relu", "gelu", "silu")
+PRECISIONS = ("", "tf32")
+# Error of a product of two float32 numbers without their lowest 13 of 23 bits, relative to it.
+TF32 = 2.0**-9 + 2.0**-20
 
 
 def activated(y: np.ndarray, activation: str) -> np.ndarray:
@@ -50,10 +53,18 @@ class BsrMatmul(BlockSparse):
     Kernels also take the host's analysis of the pattern, `formats.bsr.fullest_first`; with it they may read the
     structure before their producer kernel is done, since it is not written any more, and the blocks too if they are
     `constant`. `bias` is 1 if there is one, else 0.
+
+    `precision` is `tf32` if tensor cores may ignore the lowest 13 bits of float32 inputs, which kernels need not; else
+    empty, as for other dtypes.
+
+    `turned` is 1 if the blocks are those of the transposed weight `(k, n)`, whose structure lies beside it: block b of
+    the structure is the transposed `data[places[b]]`. A gradient of x is such a product.
     """
 
     bias: int = field(default=0, metadata=OPTIONAL)
     activation: str = field(default="", metadata=OPTIONAL)
+    turned: int = field(default=0, metadata=OPTIONAL)
+    precision: str = field(default="", metadata=OPTIONAL)
 
     operator: ClassVar[str] = "bsr_matmul"
     inputs: ClassVar[tuple[Argument, ...]] = (
@@ -69,6 +80,7 @@ class BsrMatmul(BlockSparse):
         ),
         Argument("long", (), "int32", "How many of these are long enough to be shared; -1 if `order` says nothing."),
         Argument("constant", (), "int32", "1 if nobody writes `data` while kernels that read it are queued, else 0."),
+        Argument("places", ("nnzb",), "int32", "Which of `data` is a block, transposed.", when="turned"),
         Argument("bias", ("n",), "dtype", "Added to every row of the product.", when="bias"),
     )
     outputs: ClassVar[tuple[Argument, ...]] = (Argument("y", ("m", "n"), "dtype", "The product."),)
@@ -80,11 +92,17 @@ class BsrMatmul(BlockSparse):
     settings: ClassVar[tuple[Settings, ...]] = ({"balance": 1, "constant": 1}, {"balance": 0, "constant": 0})
     example: ClassVar[Mapping[str, Any]] = {"m": 8, "k": 1024, "n": 1024, "block": 16, "sparsity": 0.9}
     source: ClassVar[str] = "Gu 2020, section 4"
+    added_axes: ClassVar[tuple[str, ...]] = ("turned", "precision")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.bias not in (0, 1):
-            raise ProblemError(f"bsr_matmul: bias must be 0 or 1, got {self.bias!r}")
+        for axis in ("bias", "turned"):
+            if (value := getattr(self, axis)) not in (0, 1):
+                raise ProblemError(f"bsr_matmul: {axis} must be 0 or 1, got {value!r}")
+        if self.precision not in PRECISIONS:
+            raise ProblemError(f"bsr_matmul: precision must be {PRECISIONS[1]} or empty, got {self.precision!r}")
+        if self.dtype != "float32":
+            self.settle(precision="")
         if self.activation not in ACTIVATIONS:
             raise ProblemError(
                 f"bsr_matmul: activation must be one of {', '.join(ACTIVATIONS[1:])}, or empty, got {self.activation!r}"
@@ -102,6 +120,16 @@ class BsrMatmul(BlockSparse):
     def scaled(self) -> tuple[str, ...]:
         return ("x", "data", "bias")
 
+    def extent(self, name: str | int) -> int:
+        """Beside those of `BlockSparse`: extents of the blocks in `data`, which may be transposed."""
+        other = {"block_rows": "block_cols", "block_cols": "block_rows"} if self.turned else {}
+        return super().extent(other.get(str(name), name))
+
+    def distance(self, other: Problem) -> float | None:
+        if not isinstance(other, BsrMatmul) or (self.turned, self.precision) != (other.turned, other.precision):
+            return None
+        return super().distance(other)
+
     def definition(self) -> tirx.PrimFunc:
         """One dot product for each output element, over the stored elements of its block row.
 
@@ -115,17 +143,19 @@ class BsrMatmul(BlockSparse):
         rows, cols = self.block_shape
         m, nnzb = tirx.Var("m", "int32"), tirx.Var("nnzb", "int32")
         x = te.placeholder((m, self.k), self.dtype, name="x")
-        data = te.placeholder((nnzb, rows, cols), self.dtype, name="data")
+        data = te.placeholder((nnzb, *((cols, rows) if self.turned else (rows, cols))), self.dtype, name="data")
         indices = te.placeholder((nnzb,), "int32", name="indices")
         indptr = te.placeholder((self.n // rows + 1,), "int32", name="indptr")
         order, long = te.placeholder((self.n // rows, 3), "int32", name="order"), tirx.Var("long", "int32")
         constant = tirx.Var("constant", "int32")
+        places = [te.placeholder((nnzb,), "int32", name="places")] if self.turned else []
 
         def product(i, j):
             start, stop = indptr[j // rows], indptr[j // rows + 1]
             e = te.reduce_axis((0, tirx.max(1, (stop - start) * cols)), name="e")
             block, c = start + e // cols, e % cols
-            term = data[block, j % rows, c].astype("float32") * x[i, indices[block] * cols + c].astype("float32")
+            stored = data[places[0][block], c, j % rows] if places else data[block, j % rows, c]
+            term = stored.astype("float32") * x[i, indices[block] * cols + c].astype("float32")
             return te.sum(tirx.if_then_else(stop > start, term, tirx.const(0, "float32")), axis=[e])
 
         total = te.compute((m, self.n), product, name="total")
@@ -135,7 +165,7 @@ class BsrMatmul(BlockSparse):
             return finish(total[i, j], bias[0][j] if bias else None, self.activation, self.dtype)
 
         y = te.compute((m, self.n), output, name="y")
-        arguments = [x, data, indices, indptr, order, long, constant, *bias, y]
+        arguments = [x, data, indices, indptr, order, long, constant, *places, *bias, y]
         return te.create_prim_func(arguments).with_attr("global_symbol", "main")
 
     def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
@@ -172,16 +202,26 @@ class BsrMatmul(BlockSparse):
         if not chosen["balance"]:
             # Arbitrary content of an array that kernels must not use: indices far outside of the weight.
             order, long = np.full_like(order, 1 << 30), -1
-        return [x.astype(dtype), data.astype(dtype), indices, indptr, order, long, chosen["constant"], *bias]
+        stored, places = data.astype(dtype), []
+        if self.turned:
+            places = [rng.permutation(len(indices)).astype(np.int32)]
+            turned = np.ascontiguousarray(stored.transpose(0, 2, 1))
+            stored = np.empty_like(turned)
+            stored[places[0]] = turned
+        return [x.astype(dtype), stored, indices, indptr, order, long, chosen["constant"], *places, *bias]
 
     def biases(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """The bias among the inputs, if there is one."""
         return inputs[-1:] if self.bias else ()
 
+    def blocks(self, inputs: Sequence[Any]) -> Any:
+        """The blocks among the inputs in the order of the structure, not transposed."""
+        return inputs[1][inputs[7]].transpose(0, 2, 1) if self.turned else inputs[1]
+
     def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
         import numpy as np
 
-        x, data, indices, indptr = inputs[:4]
+        x, data, indices, indptr = inputs[0], self.blocks(inputs), *inputs[2:4]
         y = self._product(x.astype(np.float64), data.astype(np.float64), indices, indptr)
         for bias in self.biases(inputs):
             y += bias.astype(np.float64)
@@ -209,11 +249,11 @@ class BsrMatmul(BlockSparse):
         import numpy as np
 
         # float32 suffices for a bound.
-        floats = (*inputs[:2], *self.biases(inputs))
+        floats = (inputs[0], self.blocks(inputs), *self.biases(inputs))
         x, data, *bias = (aligned(np.abs(np.asarray(a).astype(np.float32)), np.asarray(a).dtype) for a in floats)
         with np.errstate(invalid="ignore"):
             magnitude = self._product(x, data, *inputs[2:4]) + sum(bias)
-            factor = 1.13 * SUMMATION if self.activation else SUMMATION
+            factor = (1.13 if self.activation else 1) * (SUMMATION + (TF32 if self.precision else 0))
             return [factor * magnitude + ROUNDING[self.dtype] * np.abs(expected[0]) + SMALLEST[self.dtype]]
 
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
@@ -221,7 +261,7 @@ class BsrMatmul(BlockSparse):
         rows, cols = self.block_shape
         elements = self.m * self.k + nnzb * rows * cols + self.m * self.n + self.bias * self.n
         return Cost(
-            elements * numpy_dtype(self.dtype).itemsize + (nnzb + self.n // rows + 1) * 4,
+            elements * numpy_dtype(self.dtype).itemsize + (nnzb * (1 + self.turned) + self.n // rows + 1) * 4,
             2 * self.m * nnzb * rows * cols,
         )
 

@@ -15,6 +15,9 @@ AWKWARD: tuple[str, ...] = (
     "bsr_matmul/m=2,k=128,n=32,block=1,sparsity=0.95,pattern=skewed",
     "bsr_matmul/m=9,k=512,n=16,block=4x64,sparsity=0.25",  # long rows: every lane takes several steps
     "bsr_matmul/m=70,k=192,n=120,block=24x32,sparsity=0.5,dtype=float16,bias=1",  # warpgroups, and a second strip of x
+    "bsr_matmul/m=70,k=192,n=96,block=48x32,sparsity=0.5,dtype=bfloat16,turned=1",  # by them, three boxes of a block
+    "bsr_matmul/m=3,k=66,n=35,block=5x3,sparsity=0.5,bias=1,turned=1",
+    "bsr_matmul/m=70,k=96,n=48,block=24x16,sparsity=0.5,bias=1,precision=tf32",
 )
 REALISTIC: tuple[str, ...] = (
     "bsr_matmul/m=1,k=1024,n=4096,block=16,sparsity=0.9",

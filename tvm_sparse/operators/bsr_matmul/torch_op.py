@@ -19,6 +19,8 @@ from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.calls import most_rows, refuse_gradient
 
 from . import call
+from .dense import reads_turned
+from .problem import PRECISIONS
 from .weight import INSTEAD, BsrWeight, Structure, balanced
 
 __all__ = [
@@ -126,7 +128,7 @@ def turned(indices: Any, indptr: Any, columns: int, block: tuple[int, ...], item
     unread = None, -1, "uniform"
     order, long, pattern = unread if itemsize is None else balanced(starts, rows * cols * itemsize)
     structure = Structure(int((indptr.shape[0] - 1) * rows), long, pattern).packed()
-    return Turned(places, high, starts, order, structure)
+    return Turned(places.int(), high, starts, order, structure)
 
 
 def _block_rows(indices: Any, indptr: Any) -> Any:
@@ -146,15 +148,19 @@ def _call(*args: Any) -> Any:
     asked, validate = _asked(args)
     x, data, indices, indptr, order, structure, bias, activation = asked
     # The launcher serves any weight, and a dense copy one.
-    parts, options = (data, indices, indptr), {"bias": bias, "activation": activation or None, "dense": False}
+    known = Structure.unpacked(structure)
+    precision = PRECISIONS[1] if known.tf32 else None
+    parts = data, indices, indptr
+    options = {"bias": bias, "activation": activation or None, "dense": False, "precision": precision}
     if order is None:
-        columns = Structure.unpacked(structure).columns
+        columns = known.columns
         weight = BsrWeight(parts, columns=columns, validate=validate, balance=False)
         return call.bsr_matmul(x, weight, **options)
     launchers, weight = call.dispatcher.launchers, BsrWeight.assembled(parts, order, structure)
     y = call.bsr_matmul(x, weight, validate=validate, **options)
     arguments = (x, *weight.arguments, bias)
-    kept = repeat.repeated(weight.launchers.of(launchers), call.asked(activation or None, False), arguments)
+    what = call.asked(activation or None, False, precision)
+    kept = repeat.repeated(weight.launchers.of(launchers), what, arguments)
     if kept is not None:  # for an x with other dimensions, the launcher for its rows
         repeat.remember(launchers, _any_weight(structure, activation), arguments, kept.function, (y,), single=True)
     return y
@@ -206,7 +212,7 @@ def _gradients(
         grad = _through(grad, product(x, (data, indices, indptr), known.order, packed, bias=bias), activation)
     of_x, of_blocks, of_bias = needed
     return (
-        _of_x(grad, data, indices, indptr, structure.columns, known.turned) if of_x else None,
+        _of_x(grad, data, indices, indptr, structure.columns, known.turned, structure.tf32) if of_x else None,
         _of_blocks(grad, x, data, indices, indptr, structure.pattern) if of_blocks else None,
         grad.reshape(-1, grad.shape[-1]).sum(0) if of_bias else None,
     )
@@ -258,12 +264,33 @@ def _through(grad: Any, before: Any, activation: str) -> Any:
     return backward[activation](grad, before)
 
 
-def _of_x(grad: Any, data: Any, indices: Any, indptr: Any, columns: int, given: Turned) -> Any:
+def _of_x(grad: Any, data: Any, indices: Any, indptr: Any, columns: int, given: Turned, tf32: bool = False) -> Any:
     """dx = g @ W, as a product with the transposed weight."""
     if given.places is None:
         given = turned(indices, indptr, columns, data.shape[1:])
+    if _reads_turned(grad, data, columns):
+        known = given.indices, given.indptr, given.order, given.structure, given.places
+        found = custom.call(_TURNED, grad.reshape(-1, grad.shape[-1]), data, *known)
+        return found.view(*grad.shape[:-1], columns)
     blocks = data.transpose(1, 2).index_select(0, given.places)
-    return product(grad, (blocks, given.indices, given.indptr), given.order, given.structure)
+    structure = with_precision(given.structure, tf32)
+    return product(grad, (blocks, given.indices, given.indptr), given.order, structure)
+
+
+def with_precision(structure: int, tf32: bool) -> int:
+    """The packed structure for a product that may take float32 as tf32."""
+    return Structure.unpacked(structure)._replace(tf32=True).packed() if tf32 else structure
+
+
+def _reads_turned(grad: Any, data: Any, columns: int) -> bool:
+    """Whether a kernel that reads the blocks as they are takes less time than one for a transposed copy of them."""
+    n, (blocks, rows, cols) = grad.shape[-1], data.shape
+    m = grad.numel() // max(n, 1)
+    if not grad.is_cuda or type(blocks) is not int or type(m) is not int or not blocks or m > most_rows(columns, n):
+        return False
+    found = gpu()
+    dtype = arrays.dtype_name(grad.dtype)
+    return found is not None and reads_turned(m, n, columns, (cols, rows), blocks, dtype, found)
 
 
 def _of_blocks(grad: Any, x: Any, data: Any, indices: Any, indptr: Any, pattern: str) -> Any:
@@ -375,6 +402,57 @@ _SAMPLED = custom.define(
 )
 
 
+def _turned(*args: Any) -> Any:
+    x, data, _, indptr, *_ = args
+    if arrays.is_fake(x):
+        return x.new_empty((x.shape[0], (indptr.shape[0] - 1) * data.shape[2]))
+    return call.turned_product(*args)
+
+
+def _turned_launched(launchers: Any, *args: Any) -> tuple[Any, tuple[Any, ...]]:
+    *operands, structure, places = args
+    known = Structure.unpacked(structure)
+    arguments = (*operands, known.long, int(known.constant), places)
+    return repeat.repeated(launchers, call.turned_choice(structure), arguments), arguments
+
+
+def _setup_turned(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, ctx.structure, places = inputs
+    ctx.save_for_backward(*tensors, places)
+
+
+def _backward_turned(ctx: Any, grad: Any) -> Any:
+    """As of a product with a transposed copy of the blocks."""
+    x, data, indices, indptr, _, places = ctx.saved_tensors
+    structure = Structure.unpacked(ctx.structure)
+    blocks = data.transpose(1, 2).index_select(0, places)
+    of_x = _of_x(grad, blocks, indices, indptr, structure.columns, _UNKNOWN) if ctx.needs_input_grad[0] else None
+    of_data = None
+    if ctx.needs_input_grad[1]:
+        of_blocks = _of_blocks(grad, x, blocks, indices, indptr, structure.pattern)
+        of_data = torch.zeros_like(data).index_copy(0, places.long(), of_blocks.transpose(1, 2))
+    return of_x, of_data, None, None, None, None, None
+
+
+def _batched_turned(info: Any, in_dims: Any, *args: Any) -> Any:
+    """Rows of all products are those of one."""
+    names = ("data", "indices", "indptr", "order", "structure", "places")
+    custom.unbatched("bsr_matmul_turned", in_dims[1:], names)
+    x = args[0].movedim(in_dims[0], 0)
+    return _TURNED(x.flatten(0, 1), *args[1:]).unflatten(0, x.shape[:2]), 0
+
+
+_TURNED = custom.define(
+    "bsr_matmul_turned(Tensor x, Tensor data, Tensor indices, Tensor indptr, Tensor? order, int structure,"
+    " Tensor places) -> Tensor",
+    _turned,
+    _batched_turned,
+    _backward_turned,
+    _setup_turned,
+    _turned_launched,
+)
+
+
 def product(
     x: Any,
     parts: tuple[Any, Any, Any],
@@ -412,11 +490,17 @@ def bsr_matmul(
     out: Any = None,
     validate: bool = False,
     dense: bool | None = None,
+    precision: str | None = None,
 ) -> Any:
     """The public function as torch.compile traces it."""
+    call.check_precision(precision)
+    tf32 = precision is not None
     options = {"bias": bias, "activation": activation, "validate": validate}
     if isinstance(weight, BsrWeight):
-        parts, known = (weight.data, weight.indices, weight.indptr), (weight.order, weight.structure)
+        parts, known = (
+            (weight.data, weight.indices, weight.indptr),
+            (weight.order, with_precision(weight.structure, tf32)),
+        )
         if not torch.jit.is_tracing() and x.shape[-1] != weight.shape[1]:
             raise ValueError(f"x: expected {weight.shape[1]} columns, as the weight has, got shape {tuple(x.shape)}")
         if torch.is_grad_enabled() and x.requires_grad and weight.turned is None and not _traced(x):
@@ -425,7 +509,7 @@ def bsr_matmul(
         if x.requires_grad:
             options["backward"] = weight.turned
     else:
-        known = None, Structure(x.shape[-1]).packed()
+        known = None, Structure(x.shape[-1], tf32=tf32).packed()
         if isinstance(weight, (tuple, list)):
             if len(weight) != 3:
                 raise ValueError(f"weight: expected (data, indices, indptr), got {len(weight)} items")

@@ -23,25 +23,28 @@ INSTEAD = "call it under torch.no_grad(), or give bsr_matmul the parts (data, in
 class Structure(NamedTuple):
     """Properties of a prepared weight beside its arrays.
 
-    `long`, `pattern` and `constant` are the attributes of `BsrWeight`, `columns` is k. Custom operators of PyTorch take
-    it as one integer, because every argument costs time: bit 0 is set for a skewed pattern, bit 1 for a constant
-    weight, bits 2 to 32 hold `columns`, and bits from 33 on `long + 1`.
+    `long`, `pattern` and `constant` are the attributes of `BsrWeight`, `columns` is k, and `tf32` says that a product
+    may take float32 as tf32. Custom operators of PyTorch take it as one integer, because every argument costs time:
+    bit 0 is set for a skewed pattern, bit 1 for a constant weight, bits 2 to 32 hold `columns`, bits 33 to 61
+    `long + 1`, and bit 62 `tf32`.
     """
 
     columns: int
     long: int = -1
     pattern: str = "uniform"
     constant: bool = False
+    tf32: bool = False
 
     def packed(self) -> int:
         """The properties as one integer."""
-        return int(self.pattern == "skewed") + (int(self.constant) << 1) + (self.columns << 2) + (self.long + 1 << 33)
+        flags = int(self.pattern == "skewed") + (int(self.constant) << 1) + (int(self.tf32) << 62)
+        return flags + (self.columns << 2) + (self.long + 1 << 33)
 
     @classmethod
     def unpacked(cls, packed: int) -> Structure:
         """The properties from their integer."""
         pattern, constant = "skewed" if packed & 1 else "uniform", bool(packed & 2)
-        return cls(packed >> 2 & 0x7FFFFFFF, (packed >> 33) - 1, pattern, constant)
+        return cls(packed >> 2 & 0x7FFFFFFF, (packed >> 33 & 0x1FFFFFFF) - 1, pattern, constant, bool(packed >> 62))
 
 
 class BsrWeight(DenseCopy):
@@ -152,7 +155,7 @@ class BsrWeight(DenseCopy):
             block_bytes = rows * cols * numpy_dtype(self.dtype).itemsize
             self._hold(*balanced(self.indptr, block_bytes), constant)
         else:
-            self._hold(_unread((block_rows, 3), self.indptr, known), -1, "uniform", constant)
+            self._hold(unread((block_rows, 3), self.indptr, known), -1, "uniform", constant)
 
     @classmethod
     def from_file(
@@ -213,7 +216,7 @@ class BsrWeight(DenseCopy):
         self.dtype, self.device, self.device_index = known.dtype, known.device, known.index
         self.nnzb, rows, cols = known.shape
         self.block_shape = rows, cols
-        columns, long, pattern, constant = Structure.unpacked(structure)
+        columns, long, pattern, constant, _ = Structure.unpacked(structure)
         self.shape = ((self.indptr.shape[0] - 1) * rows, columns)
         self._options = {"balance": long >= 0, "constant": constant}
         self._hold(order, long, pattern, constant)
@@ -226,7 +229,7 @@ class BsrWeight(DenseCopy):
         given = (self.data, self.indices, self.indptr, order)
         self.arguments = (*map(arrays.argument, given), long, int(constant))
         self.launchers = repeat.Own()
-        self._problems: dict[tuple[int, int, str], BsrMatmul] = {}
+        self._problems: dict[tuple[int, int, str, str], BsrMatmul] = {}
         # For tensors: the transposed structure, computed at the first gradient of x; see `torch_op`.
         self.turned: Any = None
 
@@ -322,18 +325,19 @@ class BsrWeight(DenseCopy):
         grid = self.shape[0] // rows, self.shape[1] // cols
         check_structure(arrays.as_numpy(indptr), arrays.as_numpy(indices), self.nnzb, grid)
 
-    def problem(self, m: int, bias: int = 0, activation: str = "") -> BsrMatmul:
+    def problem(self, m: int, bias: int = 0, activation: str = "", precision: str = "") -> BsrMatmul:
         """The problem of a product with `m` rows of x."""
-        key = m, bias, activation
+        key = m, bias, activation, precision
         if key not in self._problems:
             self._problems[key] = self._problem(*key)
         return self._problems[key]
 
-    def _problem(self, m: int, bias: int, activation: str) -> BsrMatmul:
+    def _problem(self, m: int, bias: int, activation: str, precision: str) -> BsrMatmul:
         (n, k), (rows, cols) = self.shape, self.block_shape
         sparsity = 1 - self.nnzb / max(1, (n // rows) * (k // cols))
         sparsity = min(max(sparsity, 0.0), 1.0)
-        return BsrMatmul(m, k, n, f"{rows}x{cols}", sparsity, self.pattern, self.dtype, bias, activation)
+        extras: dict[str, Any] = {"bias": bias, "activation": activation, "precision": precision}
+        return BsrMatmul(m, k, n, f"{rows}x{cols}", sparsity, self.pattern, self.dtype, **extras)
 
     def __repr__(self) -> str:
         rows, cols = self.block_shape
@@ -384,7 +388,7 @@ def _parts(weight: Any) -> tuple[Any, Any, Any, tuple[int, int] | None]:
     )
 
 
-def _unread(shape: tuple[int, ...], like: Any, known: arrays.Facts) -> Any:
+def unread(shape: tuple[int, ...], like: Any, known: arrays.Facts) -> Any:
     """An int32 array for an argument that kernels take but do not read, on the device of the facts."""
     torch = sys.modules.get("torch")
     if torch is not None:

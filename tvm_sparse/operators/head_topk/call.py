@@ -11,6 +11,7 @@ from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import FLOATS, numpy_dtype
 from tvm_sparse.core.problem import width as rounded_up
 from tvm_sparse.core.template import ceildiv
+from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.formats.quantized import STORED, QuantizedEmbedding
 from tvm_sparse.operators.edit_logits.call import SOFT_CAP, soft_cap_of
 from tvm_sparse.operators.softmax_topk import shards
@@ -48,6 +49,7 @@ SIGNATURES = {
         ("temperature", Number("float", 0.1, 3.0), Array(("batch",), ("float32",))),
         ("bias", Absent(), Array(("vocab",), ("float32",))),
         ("ids", Absent(), Array(("batch", "n"), ("int64", "int32"), below="vocab", negative=True)),
+        ("allowed", Absent(), Array(("batch", "bitmap"), ("int32",))),
         ("normaliser", Number("bool")),
         ("constant", Number("bool")),
         ("rounded", Number("bool")),
@@ -106,6 +108,7 @@ def head_topk(
     temperature: Any = 1.0,
     bias: Any = None,
     ids: Any = None,
+    allowed: Any = None,
     normaliser: bool = False,
     constant: bool = False,
     rounded: bool = False,
@@ -133,6 +136,10 @@ def head_topk(
         As for `softmax_topk`: log-probabilities; the temperature, a number or `(batch,)` float32; `(vocab,)` float32
         added to every row, -inf masks a word; `(batch, n)` int64 (or int32, which is copied) words whose probabilities
         are also returned.
+    allowed
+        `(batch, ceil(vocab / 32))` int32, a bitmap of each row, as for `softmax_topk`: where bit `j % 32` of word
+        `j // 32` is 0, word j of the vocabulary counts as -inf, whatever its score. Such a call writes float32 scores
+        at every batch (see the notes).
     normaliser
         Also return log(sum_j exp(s[b, j] / temperature)), `(batch,)` float32.
     constant
@@ -146,8 +153,8 @@ def head_topk(
     shard
         `(offset, total)`: the embedding is a shard of that of a vocabulary of `total` words, whose first row is that of
         word `offset`. The result is a part for `merge_topk`, always with the normaliser. Rows beyond the vocabulary,
-        `total - offset` and later, are padding, which is ignored and not read. `bias` is that of the shard's words. Not
-        together with `log` or `ids`, nor for a quantised embedding.
+        `total - offset` and later, are padding, which is ignored and not read. `bias` and `allowed` are those of the
+        shard's words. Not together with `log` or `ids`, nor for a quantised embedding.
     soft_cap
         The soft cap c of the model's final logits, a number above 0, as 30 for Gemma 2: s = c * tanh(s' / c) + bias for
         the scores s' = hidden @ embedding.T, in float32. Words with equal scores, as saturated ones have, are in
@@ -190,7 +197,12 @@ def head_topk(
     the kernel reads the embedding once for (docs/limits.md has a table), with k above 256, and if a row is not a whole
     number of 16-byte vectors. Its scores are float32, too, unless `rounded`. `explain` says which way a call takes.
 
-    When not to use it: if the logits are needed afterwards.
+    With `allowed` float32 scores of a chunk of rows are written as well, at every batch, and `softmax_topk` reads them
+    with the bitmap: by PyTorch's product, for up to 48 rows of a quantised embedding by the kernel that reads eight
+    bits, for NumPy arrays by that of `candidate_logits`. docs/operators/head_topk.md has the times.
+
+    When not to use it: if the logits are needed afterwards; if scores of single words of a row are biased or penalised
+    (docs/operators/head_topk.md shows what to call).
 
     Source: Shi, Xu & Knight 2018, equations 1 and 2 (the full softmax that their head avoids); Milakov & Gimelshein
     2018, "Online normalizer calculation for softmax", Algorithm 4.
@@ -199,7 +211,7 @@ def head_topk(
     if shard is not None:
         options: dict[str, Any] = {"temperature": temperature, "constant": constant, "rounded": bool(rounded)}
         options["soft_cap"] = cap
-        return _part(hidden, embedding, k, shard, log, bias, ids, out, **options)
+        return _part(hidden, embedding, k, shard, log, bias, ids, allowed, out, **options)
     scalars = (*scales_of(temperature), 1 if log else 0, 1 if constant else 0)
     own = is_of_rows(temperature)
     words, scales, stored = embedding, None, ""
@@ -209,13 +221,14 @@ def head_topk(
         embedding = words = without_gradient(embedding)
     if type(k) is int:
         what = ("head_topk", k, bool(normaliser), bool(rounded), stored)
-        found = repeat.again(dispatcher.launchers, what, (hidden, words, *scalars, cap, bias, ids, scales), out)
+        given = (hidden, words, *scalars, cap, bias, ids, scales, *(() if allowed is None else (allowed,)))
+        found = repeat.again(dispatcher.launchers, what, given, out)
         if found is not None:
             return found
 
-    if custom.transformed(hidden, words, bias, ids, scales, *tensors_among(temperature, soft_cap)):
-        options = {"log": log, "temperature": temperature, "bias": bias, "ids": ids, "normaliser": normaliser}
-        options |= {"constant": constant, "rounded": bool(rounded), "soft_cap": soft_cap}
+    if custom.transformed(hidden, words, bias, ids, allowed, scales, *tensors_among(temperature, soft_cap)):
+        options = {"log": log, "temperature": temperature, "bias": bias, "ids": ids, "allowed": allowed}
+        options |= {"normaliser": normaliser, "constant": constant, "rounded": bool(rounded), "soft_cap": soft_cap}
         return custom.module_of("head_topk").head_topk(hidden, embedding, k, out=out, **options)
     known, theirs = pair_facts(hidden, embedding)
     (batch, width), vocab = known.shape, theirs.shape[0]
@@ -223,8 +236,8 @@ def head_topk(
     if not 1 <= k <= vocab:
         raise ValueError(f"k: expected 1 <= k <= vocab ({vocab}), got {k}")
     beside = [
-        None if one is None else _SIGNATURE.beside(name, one, known, WHERE, vocab=vocab, batch=batch)
-        for name, one in (("bias", bias), ("ids", ids), ("temperature", scalars[1]))
+        None if one is None else _SIGNATURE.beside(name, one, known, WHERE, **axes_of(batch, vocab))
+        for name, one in (("bias", bias), ("ids", ids), ("allowed", allowed), ("temperature", scalars[1]))
     ]
     n = beside[1][1].shape[1] if beside[1] is not None else 0
     sums = ("normaliser", (batch,), "float32")
@@ -235,12 +248,13 @@ def head_topk(
         *([("given", (batch, n), "float32")] if ids is not None else []),
     ]
     outputs = outputs_for(out, tuple(wanted), hidden, known)
-    _SIGNATURE.refuse_overlap(out, hidden=hidden, embedding=words, bias=bias, ids=ids, temperature=temperature)
+    others = {"bias": bias, "ids": ids, "allowed": allowed, "temperature": temperature}
+    _SIGNATURE.refuse_overlap(out, hidden=hidden, embedding=words, **others)
     if arrays.is_fake(hidden):
         return tuple(outputs)
     if batch and not width:
         raise ValueError(f"hidden: expected at least one column, got shape {known.shape}")
-    row, asked, heats = (None if one is None else arrays.ready(one[0], one[2], one[1]) for one in beside)
+    row, asked, bitmap, heats = (None if one is None else arrays.ready(one[0], one[2], one[1]) for one in beside)
     scalars = (scalars[0], heats, *scalars[2:])
     most = rows_at_once(vocab, width, known.device)
     if batch > most:
@@ -248,11 +262,11 @@ def head_topk(
         options |= {"constant": constant, "rounded": rounded, "soft_cap": soft_cap}
 
         def some(given: list[Any], into: list[Any]) -> None:
-            part, ids, heat = given
+            part, ids, allowed, heat = given
             heat = heat if own else temperature
-            head_topk(part, embedding, k, ids=ids, temperature=heat, out=tuple(into), **options)
+            head_topk(part, embedding, k, ids=ids, allowed=allowed, temperature=heat, out=tuple(into), **options)
 
-        by_parts(some, batch, most, (hidden, asked, heats), outputs)
+        by_parts(some, batch, most, (hidden, asked, bitmap, heats), outputs)
     if not batch or batch > most:
         return out if out is not None else tuple(arrays.returned(array, hidden) for array in outputs)
     launchers, what = dispatcher.launchers, ("head_topk", k, bool(normaliser), bool(rounded), stored)
@@ -263,17 +277,22 @@ def head_topk(
         scales = arrays.ready("embedding (scales)", scales, arrays.facts("embedding (scales)", scales))
     arguments = (*ready, *scalars, cap, row, asked, scales)
     axes = (batch, vocab, width, k, known.dtype, int(bias is not None), n, stored)
-    if stored and embedding.groups > 1:
+    if allowed is not None or stored and embedding.groups > 1:
         by_product = True
     else:
         by_product = arrays.is_torch(hidden) and arrays.is_torch(words) and way(axes, known) == PRODUCT
     if by_product:
         as_product = rounded and arrays.is_torch(hidden) and not stored
-        function = _product(k, row is not None, asked is not None, normaliser, as_product, stored, cap is not None)
+        optional = {"cap": cap, "bias": row, "ids": asked, "scales": scales, "allowed": bitmap}
+        present = tuple(name for name, one in optional.items() if one is not None)
+        function = _product(k, present, normaliser, as_product, stored)
+        every = arguments if bitmap is None else (*arguments, bitmap)
         if arrays.is_torch(hidden):
-            run(launchers, what, function, arguments, written)
+            run(launchers, what, function, every, written)
         else:
-            function(*[one for one in arguments if one is not None], *written)
+            known_to_numpy = [one if isinstance(one, int | float) else shards.on_host("hidden", one) for one in every]
+            into = [shards.on_host("out", one) for one in written]
+            function(*[one for one in known_to_numpy if one is not None], *into)
     else:
 
         def around(kernel: Any) -> Any:
@@ -288,30 +307,46 @@ def head_topk(
     return out if out is not None else tuple(arrays.returned(array, hidden) for array in outputs)
 
 
+def axes_of(batch: int, vocab: int) -> dict[str, int]:
+    """The axes of arrays beside hidden states."""
+    return {"batch": batch, "vocab": vocab, "bitmap": bitmap_words(vocab)}
+
+
 def _part(
-    hidden: Any, embedding: Any, k: int, shard: Any, log: bool, bias: Any, ids: Any, out: Any, **options: Any
+    hidden: Any,
+    embedding: Any,
+    k: int,
+    shard: Any,
+    log: bool,
+    bias: Any,
+    ids: Any,
+    allowed: Any,
+    out: Any,
+    **options: Any,
 ) -> tuple[Any, ...]:
     """`head_topk` with `shard`."""
     shards.refuse_beside(log, ids)
     _, heats = scales_of(options["temperature"])  # also checked for a shard of padding
     if type(embedding) is not type(hidden):
         embedding = without_gradient(embedding)
-    if custom.transformed(hidden, embedding, bias, *tensors_among(options["temperature"], options["soft_cap"])):
-        return custom.module_of("head_topk").head_topk(hidden, embedding, k, bias=bias, shard=shard, out=out, **options)
+    numbers = tensors_among(options["temperature"], options["soft_cap"])
+    if custom.transformed(hidden, embedding, bias, allowed, *numbers):
+        options |= {"bias": bias, "allowed": allowed, "shard": shard}
+        return custom.module_of("head_topk").head_topk(hidden, embedding, k, out=out, **options)
     known, theirs = pair_facts(hidden, embedding)
-    for name, one in (("bias", bias), ("temperature", heats)):
+    beside = {"bias": bias, "allowed": allowed, "temperature": heats}
+    for name, one in beside.items():
         if one is not None:
-            _SIGNATURE.beside(name, one, known, WHERE, vocab=theirs.shape[0], batch=known.shape[0])
-    _SIGNATURE.refuse_overlap(out, hidden=hidden, embedding=embedding, bias=bias, ids=ids, temperature=heats)
+            _SIGNATURE.beside(name, one, known, WHERE, **axes_of(known.shape[0], theirs.shape[0]))
+    _SIGNATURE.refuse_overlap(out, hidden=hidden, embedding=embedding, ids=ids, **beside)
     if isinstance(embedding, QuantizedEmbedding):
         raise ValueError("shard: not with a quantised embedding, of which no exact scores are made")
-    states, words, row = (
-        shards.on_host(name, one) for name, one in (("hidden", hidden), ("embedding", embedding), ("bias", bias))
-    )
+    given = {"hidden": hidden, "embedding": embedding, **beside}
+    states, words, row, bitmap, heats = (shards.on_host(name, one) for name, one in given.items())
     if heats is not None:
-        options["temperature"] = shards.on_host("temperature", heats)
+        options["temperature"] = heats
     logits = registry.operators()["candidate_logits"].call.candidate_logits
-    found = shards.part_of_head(head_topk, logits, states, words, k, shard, row, **options)
+    found = shards.part_of_head(head_topk, logits, states, words, k, shard, row, bitmap, **options)
     return shards.returned(found, out, hidden, known)
 
 
@@ -342,6 +377,20 @@ def best_and_scores(
     ready = arrays.ready("hidden", hidden, known), arrays.ready("embedding", given[1], theirs)
     launch(dispatcher, problem, machine, what, (*ready, *given[2:7], row, None, given[-1]), outputs)
     return outputs[1], outputs[-1]
+
+
+def scores_of(hidden: Any, embedding: Any, bias: Any = None) -> Any:
+    """`hidden @ embedding.T + bias` in float32 `(batch, vocab)`, of torch tensors or NumPy arrays.
+
+    A quantised embedding is read in eight bits where a kernel does so, and converted in parts elsewhere.
+    """
+    octets = isinstance(embedding, QuantizedEmbedding) and embedding.groups == 1 and arrays.is_torch(hidden)
+    if octets and 0 < len(hidden) <= STORED_ROWS and not dispatcher.batch_invariant:
+        found = best_and_scores(hidden, embedding, 1, bias)
+        if found is not None:
+            return found[1]
+    scores = all_scores(hidden, embedding)
+    return scores if bias is None else scores + bias
 
 
 def way(axes: tuple[Any, ...], known: Facts) -> str:
@@ -410,20 +459,20 @@ def grouped_rows(problem: HeadTopk) -> int:
     return MANY_GROUPED_ROWS if problem.vocab >= MANY_WORDS else GROUPED_ROWS
 
 
-def _product(
-    k: int, with_bias: bool, with_ids: bool, normaliser: bool, rounded: bool, stored: str, capped: bool
-) -> Any:
+def _product(k: int, present: tuple[str, ...], normaliser: bool, rounded: bool, stored: str) -> Any:
     """The function that replaces the kernel where a product that writes scores, and `softmax_topk`, are faster, or
-    where no kernel has such scales.
+    where no kernel has such scales or a bitmap.
+
+    `present`: which of the optional arguments cap, bias, ids, scales and allowed it gets.
     """
-    multiply = rounded_scores if rounded else all_scores
+    multiply = rounded_scores if rounded else scores_of
 
     def call(hidden: Any, embedding: Any, scale: Any, log: int, constant: int, *rest: Any) -> None:
         given = iter(rest)
-        cap = next(given) if capped else None
-        bias, ids = next(given) if with_bias else None, next(given) if with_ids else None
+        optional = {name: next(given) for name in present}
+        cap, bias, ids, allowed = (optional.get(name) for name in ("cap", "bias", "ids", "allowed"))
         if stored:
-            embedding = QuantizedEmbedding.of_octets(embedding, next(given), stored)
+            embedding = QuantizedEmbedding.of_octets(embedding, optional["scales"], stored)
         values, indices, *others = given
         sums = others.pop(0) if normaliser else None
         logits = multiply(hidden, embedding)
@@ -432,12 +481,15 @@ def _product(
             logits, cap = capped_floats(logits, cap, in_place=True), None
         temperature = scale if is_of_rows(scale) else 1.0 / scale
         written = (values, indices, *others)
-        named = {"temperature": temperature, "bias": bias, "ids": ids, "soft_cap": cap, "out": written}
+        named = {"temperature": temperature, "bias": bias, "ids": ids, "allowed": allowed, "soft_cap": cap}
+        named |= {"out": written}
         softmax_topk(logits, k, log=bool(log) or normaliser, **named)
         if sums is not None:
-            top = arrays.converted("scores", shards.taken(logits, indices[:, :1])[:, 0], "float32")
-            top = top if bias is None else top + bias[indices[:, 0]]
-            sums[...] = shards.normaliser_of(top, values[:, 0], temperature)
+            best = indices[:, :1]
+            top = arrays.converted("scores", shards.taken(logits, best), "float32")
+            top = top if bias is None else top + bias[best]
+            top = top if allowed is None else shards.masked(top, best, allowed)
+            sums[...] = shards.normaliser_of(top[:, 0], values[:, 0], temperature)
             if not log:
                 for array in (values, *others):
                     library(logits).exp(array, out=array)

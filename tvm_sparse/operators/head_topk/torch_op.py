@@ -30,24 +30,33 @@ def _call(
     stored: str,
     soft_cap: float | None,
     cap: Any,
+    allowed: Any,
 ) -> list[Any]:
     embedding = _whole(embedding, scales, stored)
     temperature = custom.value_of(temperature, heat)
     options = {"log": log, "temperature": temperature, "bias": bias, "ids": ids, "normaliser": normaliser}
-    options |= {"constant": constant, "rounded": rounded, "soft_cap": custom.value_of(soft_cap, cap)}
+    options |= {
+        "allowed": allowed,
+        "constant": constant,
+        "rounded": rounded,
+        "soft_cap": custom.value_of(soft_cap, cap),
+    }
     return list(call.head_topk(hidden, embedding, k, **options))
 
 
 def _batched(info: Any, in_dims: Any, *args: Any) -> Any:
     """Rows of all examples together."""
-    hidden, embedding, k, log, temperature, bias, ids, *rest = args
+    hidden, embedding, k, log, temperature, bias, ids, *rest, allowed = args
     places = {"embedding": 1, "bias": 5, "scales": 11, "soft_cap": 14}
     custom.unbatched("head_topk", tuple(in_dims[place] for place in places.values()), tuple(places))
     hidden = custom.in_front(hidden, in_dims[0], info.batch_size)
-    ids = None if ids is None else custom.in_front(ids, in_dims[6], info.batch_size).flatten(0, 1)
+    ids, allowed = (
+        None if one is None else custom.in_front(one, dim, info.batch_size).flatten(0, 1)
+        for one, dim in ((ids, in_dims[6]), (allowed, in_dims[15]))
+    )
     heat = custom.of_rows_in_front(rest[2], in_dims[9], hidden.shape[:2])
     rest[2] = heat.flatten(0, 1) if heat is not None and heat.dim() else heat
-    results = _OPERATOR(hidden.flatten(0, 1), embedding, k, log, temperature, bias, ids, *rest)
+    results = _OPERATOR(hidden.flatten(0, 1), embedding, k, log, temperature, bias, ids, *rest, allowed)
     return [result.unflatten(0, hidden.shape[:2]) for result in results], [0] * len(results)
 
 
@@ -55,7 +64,8 @@ _OPERATOR = custom.define(
     # `heat` is a temperature in a tensor, or one of each row, see `custom.number`.
     "head_topk(Tensor hidden, Tensor embedding, SymInt k, bool log=False, float temperature=1.0, Tensor? bias=None,"
     " Tensor? ids=None, bool normaliser=False, bool constant=False, Tensor? heat=None,"
-    " bool rounded=False, Tensor? scales=None, str stored='', float? soft_cap=None, Tensor? cap=None) -> Tensor[]",
+    " bool rounded=False, Tensor? scales=None, str stored='', float? soft_cap=None, Tensor? cap=None,"
+    " Tensor? allowed=None) -> Tensor[]",
     _call,
     _batched,
     custom.without_backward("hidden, embedding or bias"),
@@ -106,6 +116,7 @@ def head_topk(
     temperature: Any = 1.0,
     bias: Any = None,
     ids: Any = None,
+    allowed: Any = None,
     normaliser: bool = False,
     constant: bool = False,
     rounded: bool = False,
@@ -117,10 +128,12 @@ def head_topk(
     if shard is not None:
         shards.refuse_beside(log, ids)
         options = {"temperature": temperature, "constant": constant, "rounded": rounded, "soft_cap": soft_cap}
-        part = shards.part_of_head(head_topk, _candidate_logits, hidden, embedding, k, shard, bias, **options)
+        named = {"shard": shard, "bias": bias, "allowed": allowed, **options}
+        part = shards.part_of_head(head_topk, _candidate_logits, hidden, embedding, k, **named)
         return custom.written(part, out)
     temperature, heat = custom.number(temperature)
     cap = (None, None) if soft_cap is None else custom.number(soft_cap)
     words, *parts = _in_parts(embedding)
-    found = _OPERATOR(hidden, words, k, log, temperature, bias, ids, normaliser, constant, heat, rounded, *parts, *cap)
+    given = (log, temperature, bias, ids, normaliser, constant, heat, rounded)
+    found = _OPERATOR(hidden, words, k, *given, *parts, *cap, allowed)
     return custom.written(tuple(found), out)

@@ -112,13 +112,24 @@ def part_of_logits(
         allowed = allowed if allowed is None else allowed[..., : bitmap_words(held)]
     values, words = call(logits, min(k, held), log=True, temperature=temperature, bias=bias, allowed=allowed)
     scores = arrays.converted("logits", taken(logits, words), "float32")
-    space = library(scores)
     if bias is not None:
         scores = quietly(lambda: scores + bias[words], scores)
     if allowed is not None:
-        shifted = taken(allowed, words // BITS) >> arrays.converted("indices", words % BITS, "int32")
-        scores = space.where((shifted & 1) != 0, scores, -space.inf)
+        scores = masked(scores, words, allowed)
     return scores, words + offset, normaliser_of(scores[..., 0], values[..., 0], temperature)
+
+
+def capped(scores: Any, cap: float) -> Any:
+    """Scores after the soft cap; -inf stays."""
+    space = library(scores)
+    return quietly(lambda: space.where(scores == -space.inf, scores, cap * space.tanh(scores / cap)), scores)
+
+
+def masked(scores: Any, words: Any, allowed: Any) -> Any:
+    """The scores of int64 `words`, both `(..., n)`, -inf where the bitmap of a row does not allow the word."""
+    space = library(scores)
+    shifted = taken(allowed, words // BITS) >> arrays.converted("indices", words % BITS, "int32")
+    return space.where((shifted & 1) != 0, scores, -space.inf)
 
 
 def normaliser_of(best: Any, logprobs: Any, temperature: Any) -> Any:
@@ -147,6 +158,7 @@ def part_of_head(
     k: int,
     shard: Any,
     bias: Any,
+    allowed: Any,
     soft_cap: float | None,
     **options: Any,
 ) -> tuple[Any, Any, Any]:
@@ -161,16 +173,15 @@ def part_of_head(
     if held < embedding.shape[0]:
         embedding = embedding[:held]
         bias = bias if bias is None else bias[:held]
+        allowed = allowed if allowed is None else allowed[:, : bitmap_words(held)]
     k = min(k, held)
-    named = {"log": True, "bias": bias, "normaliser": True, "soft_cap": soft_cap}
+    named = {"log": True, "bias": bias, "allowed": allowed, "normaliser": True, "soft_cap": soft_cap}
     _, words, normaliser = call(hidden, embedding, k, **named, **options)
     scores = candidate_logits(hidden, embedding, words, bias=None if soft_cap is not None else bias)
     if soft_cap is not None:
-        space = library(scores)
-        scores = quietly(
-            lambda: space.where(scores == -space.inf, scores, soft_cap * space.tanh(scores / soft_cap)), scores
-        )
+        scores = capped(scores, soft_cap)
         scores = scores if bias is None else scores + bias[words]
+    scores = scores if allowed is None else masked(scores, words, allowed)
     scores, words = in_order(scores, words, k)
     return scores, words + offset, normaliser
 
