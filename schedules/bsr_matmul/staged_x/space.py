@@ -79,8 +79,8 @@ def fitting(problem: BsrMatmul, machine: Machine, table: Table) -> list[Decision
     rows are long or a multiprocessor has a thread block at most.
     """
     vec, overlap = table["vec"][-1], int(machine.has_clusters)
-    # With several strips of x, or many block rows, there is enough to do beside a long row; else it is shared. With many
-    # block rows the deepest point took 1.2 times as long as one of depth 2, and 1.7 times with clusters (seed 18).
+    # With several strips of x, or many block rows, there is enough to do beside a long row; else it is shared. With
+    # many block rows the deepest point took 1.2 times as long as one of depth 2, and 1.7 times with clusters (seed 18).
     many = problem.grid[0] > MANY_ROWS * machine.cores
     clusters = (4, 1) if 4 in table["cluster"] and problem.m <= 8 and not many else (1,)
     choices = [
