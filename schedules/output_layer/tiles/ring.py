@@ -130,12 +130,12 @@ def bring_words(e: Extents) -> Phase:
         return bring_octets(e)
 
     def vector(p: Place, part: Any, step: Any, h: Any) -> Any:
-        """Which vector of its row a lane has in half a step."""
+        """The number, within its row, of the vector that a lane loads in the h-th half of a step."""
         return vector_of(e, p, part * e.stage_steps + step, h)
 
     def of_stage(p: Place, part: Any, step: Any, h: Any) -> Any:
-        """The same, counted from the beginning of a stage's part of the row. Behind a whole row lies the next one, or
-        another tile that is being copied.
+        """The same, counted from the beginning of the part of the row that a stage holds. Where that is the whole row,
+        what follows it is another row, or a tile that is still being copied: the last vector is loaded again instead.
         """
         if not e.whole:
             return step * 8 + h * 4 + p.member

@@ -29,6 +29,7 @@ from tvm_sparse.runtime.calls import (
     refuse_gradient,
     run,
     scales_of,
+    tensors_among,
     whole_number,
     with_scratch,
     without_gradient,
@@ -226,7 +227,7 @@ def head_topk(
         if found is not None:
             return found
 
-    if custom.transformed(hidden, words, bias, ids, allowed, scales, temperature if own else None):
+    if custom.transformed(hidden, words, bias, ids, allowed, scales, *tensors_among(temperature, soft_cap)):
         options = {"log": log, "temperature": temperature, "bias": bias, "ids": ids, "allowed": allowed}
         options |= {"normaliser": normaliser, "constant": constant, "rounded": bool(rounded), "soft_cap": soft_cap}
         return custom.module_of("head_topk").head_topk(hidden, embedding, k, out=out, **options)
@@ -340,7 +341,8 @@ def _part(
     _, heats = scales_of(options["temperature"])  # also checked for a shard of padding
     if type(embedding) is not type(hidden):
         embedding = without_gradient(embedding)
-    if custom.transformed(hidden, embedding, bias, allowed, heats):
+    numbers = tensors_among(options["temperature"], options["soft_cap"])
+    if custom.transformed(hidden, embedding, bias, allowed, *numbers):
         options |= {"bias": bias, "allowed": allowed, "shard": shard}
         return custom.module_of("head_topk").head_topk(hidden, embedding, k, out=out, **options)
     known, theirs = pair_facts(hidden, embedding)
