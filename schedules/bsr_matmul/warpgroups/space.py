@@ -47,14 +47,15 @@ RESERVED = 1024
 # Figures for `estimate`, fitted to times of an H200 (scripts/block_products.py): bytes that a multiprocessor
 # gets from the L2 cache in a microsecond while all do, and bytes that a thread block stores; the latency of a stage in
 # microseconds, the time that the producer warp needs for a copy, that of a launch, and that of a thread block's
-# beginning and end; clocks of a microsecond; and how many standard deviations the fullest block row is above the mean.
+# beginning and end; clocks of a microsecond; how many standard deviations the fullest block row is above the mean; and
+# how many times as long the bytes take where a multiprocessor has room for one thread block.
 L2_BYTES, STORED_BYTES, CLOCKS = 68e3, 21e3, 1700
-ON_ITS_WAY, OF_COPY, LAUNCH, BEGIN, FULLEST = 0.8, 0.1, 3.8, 2.3, 1.5
+ON_ITS_WAY, OF_COPY, LAUNCH, BEGIN, FULLEST, SINGLE = 0.8, 0.1, 3.8, 2.3, 1.5, 1.15
 # Tiles of the default, rows of x by those of the weight, with producer warps, for blocks of fewer rows than `WIDE` and
 # for others; and stages below which two thread blocks of a multiprocessor wait for memory: where all panels have a
 # block of each block row, and where there are several block rows.
 WIDE, NARROW, FEWEST_STAGES = 64, 32, (4, 3)
-USUAL_TILES = (((64, 64, 2), (192, 64, 2)), ((64, 64, 2), (128, 128, 1), (128, 64, 2)))
+USUAL_TILES = (((64, 64, 2), (192, 64, 2)), ((64, 64, 2), (128, 128, 1), (128, 64, 2), (128, 256, 2)))
 
 
 def space(problem: BsrMatmul, machine: Machine) -> Table:
@@ -139,16 +140,10 @@ def default(problem: BsrMatmul, machine: Machine) -> Decisions:
 
 def preference(problem: BsrMatmul, machine: Machine, point: Decisions) -> tuple[bool, bool, bool, int, int]:
     """What the default prefers: points, two thread blocks, enough stages, wide panels, many stages."""
-    enough = FEWEST_STAGES[Extents.of(problem, point).rows_each > 1]
-    two = has_room(problem, machine, point, 2)
-    return has_room(problem, machine, point, 1), two, point["stages"] >= enough, point["panel"], point["stages"]
-
-
-def has_room(problem: BsrMatmul, machine: Machine, point: Decisions, each: int) -> bool:
-    """Whether it is a point, and a multiprocessor's shared memory has room for `each` thread blocks."""
-    if allowed(problem, machine, point) is not None:
-        return False
-    return each * (Extents.of(problem, point).pool_bytes + RESERVED) <= machine.block_shared_bytes + RESERVED
+    e = Extents.of(problem, point)
+    is_point = allowed(problem, machine, point) is None
+    enough = point["stages"] >= FEWEST_STAGES[e.rows_each > 1]
+    return is_point, is_point and resident(e, machine) == 2, enough, point["panel"], point["stages"]
 
 
 def resident(e: Extents, machine: Machine) -> int:
@@ -185,12 +180,13 @@ def estimate(problem: BsrMatmul, machine: Machine, e: Extents) -> float:
     # An instruction reads 64 rows of x by 32 bytes, and as many of each of a block's rows.
     products = e.groups * density * e.rows_each * e.k * e.size / STEP_BYTES * max(e.rows / 2, 16 + e.rows / 4) / CLOCKS
     shared = max((brought(density) + stored) / L2_BYTES, products)
+    longer = SINGLE if each == 1 else 1.0
     thread_blocks = e.tiles_n * ceildiv(problem.m, e.tile_m) / machine.cores  # of a multiprocessor
     if thread_blocks <= each:
         deviation = (density * (1 - density) / (e.k / e.cols) / e.rows_each) ** 0.5
-        return LAUNCH + max(alone(min(density + FULLEST * deviation, 1)), shared * thread_blocks)
+        return LAUNCH + max(alone(min(density + FULLEST * deviation, 1)), shared * max(thread_blocks, 1)) * longer
     rounds = (thread_blocks / each + ceildiv(e.tiles_n * ceildiv(problem.m, e.tile_m), machine.cores * each)) / 2
-    return LAUNCH + rounds * max(alone(density), shared * each)
+    return LAUNCH + rounds * max(alone(density), shared * each) * longer
 
 
 @dataclass(frozen=True)
