@@ -128,8 +128,9 @@ CLEARLY = 1.1
 
 
 def trains_dense(m: int, k: int, n: int, block: tuple[int, int], blocks: int, dtype: str, machine: Machine) -> bool:
-    """Whether a step of training, forward and backward, of x `(m, k)` and of the stored blocks of a weight `(n, k)`,
-    likely takes less time by dense products, for which the weight is copied in each step.
+    """Whether a training step is likely faster by dense products, with a dense copy of the weight made in each step.
+
+    A step is the forward pass and the gradients of x `(m, k)` and of the stored blocks of a weight `(n, k)`.
     """
     return not dispatch.dispatcher.batch_invariant and _trains_dense(m, k, n, block, blocks, dtype, machine)
 
