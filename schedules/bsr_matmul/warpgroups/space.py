@@ -51,11 +51,13 @@ RESERVED = 1024
 # how many times as long the bytes take where a multiprocessor has room for one thread block.
 L2_BYTES, STORED_BYTES, CLOCKS = 68e3, 21e3, 1700
 ON_ITS_WAY, OF_COPY, LAUNCH, BEGIN, FULLEST, SINGLE = 0.8, 0.1, 3.8, 2.3, 1.5, 1.15
-# Tiles of the default, rows of x by those of the weight, with producer warps, for blocks of fewer rows than `WIDE` and
-# for others; and stages below which two thread blocks of a multiprocessor wait for memory: where all panels have a
-# block of each block row, and where there are several block rows.
-WIDE, NARROW, FEWEST_STAGES = 64, 32, (4, 3)
-USUAL_TILES = (((64, 64, 2), (192, 64, 2)), ((64, 64, 2), (128, 128, 1), (128, 64, 2), (128, 256, 2)))
+# Tiles of the default, rows of x by those of the weight, for blocks of fewer rows than `WIDE` and for others, and how
+# many times as long as estimated they take; stages below which two thread blocks of a multiprocessor wait for memory.
+WIDE, NARROW, FEWEST_STAGES = 64, 32, 3
+USUAL_TILES = (
+    {(64, 64): 1.0, (192, 64): 1.0, (128, 64): 1.05},
+    {(64, 64): 1.0, (128, 128): 1.0, (128, 64): 1.0, (128, 256): 1.0},
+)
 
 
 def space(problem: BsrMatmul, machine: Machine) -> Table:
@@ -127,22 +129,25 @@ def default(problem: BsrMatmul, machine: Machine) -> Decisions:
         points = (dict(zip(among, choices, strict=True)) for choices in itertools.product(*among.values()))
         return max(points, key=lambda point: preference(problem, machine, point))
 
-    found: list[Decisions] = []
+    found: list[tuple[float, Decisions]] = []
     table = {**table, "overlap": table["overlap"][-1:]}
-    for tile_m, tile_n, producers in USUAL_TILES[rows >= WIDE]:
+    table = {**table, "producers": PRODUCERS[-1:]}
+    for (tile_m, tile_n), longer in USUAL_TILES[rows >= WIDE].items():
         if tile_m in table["tile_m"] and (tile_n >= rows or not found):
-            tile = {"tile_m": (tile_m,), "tile_n": (max(tile_n // rows, 1) * rows,)}
-            found.append(preferred({**table, **tile, "producers": (producers,)}))
-    table = {**table, "producers": PRODUCERS[:1]}
-    found = [point for point in found if allowed(problem, machine, point) is None] or [preferred(table)]
-    return min(found, key=lambda point: estimate(problem, machine, Extents.of(problem, point)))
+            point = preferred({**table, "tile_m": (tile_m,), "tile_n": (max(tile_n // rows, 1) * rows,)})
+            if allowed(problem, machine, point) is None:
+                # A last tile that x does not fill takes as long as others.
+                spare = ceildiv(problem.m, tile_m) * tile_m / problem.m
+                time = estimate(problem, machine, Extents.of(problem, point)) * longer * spare
+                found.append((time, point))
+    return min(found, key=lambda one: one[0])[1] if found else preferred(table)
 
 
 def preference(problem: BsrMatmul, machine: Machine, point: Decisions) -> tuple[bool, bool, bool, int, int]:
     """What the default prefers: points, two thread blocks, enough stages, wide panels, many stages."""
     e = Extents.of(problem, point)
     is_point = allowed(problem, machine, point) is None
-    enough = point["stages"] >= FEWEST_STAGES[e.rows_each > 1]
+    enough = point["stages"] >= FEWEST_STAGES
     return is_point, is_point and resident(e, machine) == 2, enough, point["panel"], point["stages"]
 
 
