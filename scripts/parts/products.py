@@ -106,8 +106,8 @@ def bsr_many_rows() -> str:
         chosen = spaces.fallback(problem, SM90)
         point = chosen.template, " ".join(f"{name}={value}" for name, value in chosen.decisions)
         taken = ("dense", "") if likely_way(problem, SM90).way == DENSE else point
-        if taken not in times:  # some shapes were timed with one producer warp alone
-            taken = taken[0], taken[1].replace("producers=2", "producers=1")
+        if taken not in times:  # that point was not timed: the fastest of the template
+            taken = min((key for key in times if key[0] == taken[0]), key=lambda key: times[key])
         cells = []
         for name in ("block_warpgroups", "tensor_core", "dense"):
             found = times[taken] if name == taken[0] else min(t for (of, _), t in times.items() if of == name)
