@@ -134,6 +134,22 @@ def test_what_a_run_has_found_is_read_from_its_folder(tmp_path: Path) -> None:
     assert "tuned over borrowed (another): 1.20x in the mean of 1" in said and "1 kernels that look-up" in said
 
 
+def test_what_is_as_fast_as_a_launch_can_be_is_tuned_last() -> None:
+    """Reading so few bytes takes a launch's time, whatever the bandwidth."""
+    tiny, large = (parse(f"softmax_topk/batch={batch},vocab=301,k=5") for batch in (1, 4000))
+    rows = [
+        adopting.Row(
+            adopting.Standing(one, CPU, Choice("fallback", "", one, spaces.fallback(one, CPU), None, {})),
+            None, seconds, None, 1, "",
+        )
+        for one, seconds in ((tiny, 2.2e-6), (large, 4e-5))
+    ]  # fmt: skip
+    for bandwidth in (2e11, 4e12):
+        worth = [adopting.worth(row, bandwidth) for row in rows]
+        assert worth[0] == pytest.approx(1.1) and worth[1] > 1.5
+        assert [plan.problem for plan in adopting.searches(rows, 16, bandwidth, 1)] == [large, tiny]
+
+
 def test_limits_are_shown_beside_what_is_assumed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -109,6 +109,15 @@ def test_ten_processes_race_for_a_cold_cache(tmp_path: Path, children_without_to
     assert names - {".lock"} == {"manifest.json", entry.library}
 
 
+def test_what_a_killed_process_left_is_gone_before_the_next_builds(tmp_path: Path) -> None:
+    """Its part of the cache holds nothing then but the lock."""
+    folder = tmp_path / cpu().arch
+    with cache.building(folder, ["one.so"]) as place:
+        (place / "half.so").write_bytes(b"half")
+    with cache.building(folder, ["one.so"]) as again:
+        assert again == place and {path.name for path in place.iterdir()} == {".lock"}
+
+
 def test_a_library_is_compiled_while_another_process_compiles_another(tmp_path: Path) -> None:
     """It has the lock of that one's part of the cache; whoever removes all libraries waits for it."""
     folder, candidates = tmp_path / cpu().arch, [spaces.fallback(parse(key), cpu()) for key in KEYS[:2]]

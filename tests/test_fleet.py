@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 import time
 from collections import Counter
@@ -589,7 +590,9 @@ def test_references_share_a_quarter_of_the_processors(
 # ---- the search's process -------------------------------------------------------------------------
 
 
-def test_a_search_whose_process_is_lost_learns_all_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reported", [{}, {"second": 0.25}, {"second": None}], ids=str)
+def test_a_search_whose_process_is_lost_learns_all_anew(tmp_path: Path, reported: dict[str, float | None]) -> None:
+    """What is being measured is a failure to the new one, which does not propose it again."""
     first, second = [c for c in spaces.points(PROBLEM, cpu(), spaces.applicable(PROBLEM, cpu())[0])][:2]
     requests: list[Any] = []
 
@@ -610,13 +613,13 @@ def test_a_search_whose_process_is_lost_learns_all_anew(tmp_path: Path) -> None:
             options = {"named": (), "fixed": {}, "known": {first: 1.0}, "trials": 9, "batch": 1, "seed": 0}
             searcher.begin(PROBLEM, cpu(), "random", log_of(tmp_path), fresh=False, **options)
             assert searcher.propose() == [second] and searcher.predicted == {second: 0.5}
-            searcher.report({second: None})
+            searcher.report(dict.fromkeys([second] if reported else [], reported.get("second")))
             if len(broken) > 1:
                 with pytest.raises(searching.SearchError, match="SIGSEGV"):
                     searcher.propose()
             else:
                 assert searcher.propose() == [second]
-                assert requests[3]["known"] == {str(first): 1.0, str(second): None}
+                assert requests[3]["known"] == {str(first): 1.0, str(second): reported.get("second")}
 
 
 # ---- processes ------------------------------------------------------------------------------------
@@ -720,6 +723,36 @@ def test_what_another_run_measures_counts_as_paid_for(tmp_path: Path) -> None:
     assert sharing.learn() == ([], {}) and sharing.count == 2
     log.prune(lambda record: True)  # written anew
     assert sharing.learn()[0] == [] and sharing.count == 2
+    sharing.close()
+
+
+def test_a_candidate_that_another_run_gives_up_is_this_ones(tmp_path: Path) -> None:
+    log = log_of(tmp_path)
+    log.append(session_of("other"))
+    one, two = Sharing(log, PROBLEM), Sharing(log, PROBLEM)
+    assert one.claim(OTHERS[:2]) == (list(OTHERS[:2]), {})
+    assert two.claim(OTHERS[:3]) == ([OTHERS[2]], {}) and two.count == 2
+    one.release(OTHERS[:1])
+    assert two.learn() == ([OTHERS[0]], {}) and two.count == 1
+    one.close()
+    assert two.learn() == ([OTHERS[1]], {}) and two.count == 0
+    two.close()
+
+
+def test_a_log_whose_last_lines_were_taken_back_is_read_on(tmp_path: Path) -> None:
+    """As where a run saw lines of an append that then failed: the file ends before what was read."""
+    log = log_of(tmp_path)
+    log.append(session_of("other"))
+    before, sharing = log.trials_path.stat().st_size, Sharing(log, PROBLEM)
+
+    def trial(candidate: Candidate) -> Trial:
+        return Trial(PROBLEM.key, cpu().arch, candidate, "ok", "", (1e-6,), 0.1, "other", 0)
+
+    log.append(*map(trial, OTHERS[:3]))
+    assert set(sharing.learn()[1]) == set(OTHERS[:3])
+    os.truncate(log.trials_path, before)
+    log.append(trial(OTHERS[3]))
+    assert sharing.learn() == ([], {OTHERS[3]: 1e-6})
     sharing.close()
 
 

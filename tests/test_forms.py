@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -349,21 +349,13 @@ def test_traces(name: str) -> None:
     check_trace(name, "cpu")
 
 
-def check_numbers_of_graphs(name: str, device: str) -> None:
-    """Each number of a call may take any value in one graph, or be a tensor of no dimension."""
-    call = with_all(name, device=device)
+def numbers_of(name: str, call: Any) -> Iterator[tuple[str, list[Any], Callable[[Any], Any]]]:
+    """The numbers of a function that may differ from call to call: name, some values, and the call with one of them."""
     rng = np.random.default_rng(SEED)
     for argument in SIGNATURES[name].arguments:
         form = next((one for one in argument.forms if isinstance(one, Number)), None)
         if form is None or form.kind == "bool" or argument.name in ("block", "max_top_k"):
             continue
-        graphs = []
-
-        def backend(graph: Any, inputs: Any, graphs: list[Any] = graphs) -> Any:
-            graphs.append(graph)
-            return graph
-
-        torch._dynamo.reset()
         key = argument.name
         base = dict(call.arguments)
         if name == "softmax_sample":
@@ -373,19 +365,62 @@ def check_numbers_of_graphs(name: str, device: str) -> None:
         def run(value: Any, base: dict[str, Any] = base, key: str = key) -> Any:
             return getattr(tvm_sparse, name)(**{**base, key: value})
 
-        compiled = torch.compile(run, backend=backend, fullgraph=True)
         if form.kind == "float":
-            values = [float(one) for one in rng.uniform(form.least, form.most, 12)]
+            yield key, [float(one) for one in rng.uniform(form.least, form.most, 12)], run
         else:
-            values = [int(one) for one in rng.permutation(range(3, 7 if key != "seed" else 20))]
+            yield key, [int(one) for one in rng.permutation(range(3, 7 if key != "seed" else 20))], run
+
+
+def check_numbers_of_graphs(name: str, device: str) -> None:
+    """Each number of a call may take any value in one graph, or be a tensor of no dimension."""
+    call = with_all(name, device=device)
+    for key, values, run in numbers_of(name, call):
+        graphs = []
+
+        def backend(graph: Any, inputs: Any, graphs: list[Any] = graphs) -> Any:
+            graphs.append(graph)
+            return graph
+
+        torch._dynamo.reset()
+        compiled = torch.compile(run, backend=backend, fullgraph=True)
         for value in values:
             found = call.outputs(compiled(value))
             same(found, call.outputs(run(value)))
         assert len(graphs) <= 2, key
-        if form.kind == "float":
+        if is_tensor_too(key, values):
             for value in values[:2]:
                 found = call.outputs(compiled(torch.tensor(value)))
                 same(found, call.outputs(run(torch.tensor(value))))
+
+
+def is_tensor_too(key: str, values: Sequence[Any]) -> bool:
+    """Whether a graph may have the number as a tensor of no dimension: the shapes of results do not depend on it."""
+    return isinstance(values[0], float) or key in ("seed", "offset", "top_k")
+
+
+def check_numbers_as_inputs(name: str) -> None:
+    """A number that is a tensor of no dimension is an input of what torch.export and torch.jit.trace make of a call,
+    and no constant; vmap goes over it, or refuses it by name.
+    """
+    call = with_all(name)
+    for key, values, run in numbers_of(name, call):
+        if not is_tensor_too(key, values):
+            continue
+        first, second = (torch.tensor(value) for value in values[:2])
+        expected = call.outputs(run(second))
+        for made in (
+            torch.export.export(Exported(run), (first,), strict=False).module(),
+            torch.jit.trace(run, (first,), check_trace=False),
+        ):
+            same(call.outputs(made(second)), expected)
+        try:
+            mapped = torch.vmap(run)(torch.stack([first, second]))
+        except ValueError as error:
+            assert str(error).startswith(f"{key}: "), error
+        else:
+            rows = mapped if isinstance(mapped, tuple) else (mapped,)
+            one = tuple(each[1] for each in rows)
+            same(call.outputs(one if isinstance(mapped, tuple) else one[0]), expected)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -410,6 +445,11 @@ def test_exports(name: str) -> None:
     program = torch.export.export(Exported(function), tuple(tensors_of(call).values()), strict=False).module()
     given = tuple(tensors_of(other).values())
     same(call.outputs(program(*given)), call.outputs(function(*given)))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_numbers_are_inputs_of_programs(name: str) -> None:
+    check_numbers_as_inputs(name)
 
 
 @pytest.mark.parametrize("name", [name if name == "compaction" else thorough(name) for name in OTHERS])

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -27,7 +28,7 @@ from tvm_sparse.core import machine, spaces
 from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.problem import ProblemError
 from tvm_sparse.core.registry import parse
-from tvm_sparse.records import Best, Contents, Log, Session, Trial, codec, database, utc_now
+from tvm_sparse.records import Best, Contents, Log, Session, Trial, codec, database, exchange, utc_now
 from tvm_sparse.records import log as log_module
 from tvm_sparse.records.migrate import migrate
 from tvm_sparse.records.queries import best_records
@@ -575,6 +576,88 @@ def test_pruning_leaves_what_is_used(log: Log):
     assert database.prune(log.root, gone=True) == {log.trials_path.parent: 5}
     assert log.read() == Contents(trials=(good[0],), sessions=(session(),))
     assert log.read_best().bests == (good[1],) and database.prune(log.root) == {}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_left_of_drawn_records_is_whole(log: Log, seed: int):
+    """Trials keep their order, rankings never claim more trials than there were or are, and nothing seems to lack."""
+    draw = random.Random(seed)
+    row = Candidate("row_scan", spaces.find("row_scan").version, (("chunk", 64), ("simd", 8)))
+    problems = (PROBLEM, PROBLEM.replace("k=5", "k=6"))
+    trials: list[Trial] = []
+    for name in ("one", "two", "three"):
+        log.append(session(id=name))
+        for order in range(draw.randint(0, 9)):
+            outcome = draw.choice(("ok", "ok", "wrong", "environment"))
+            seconds = (draw.uniform(1e-6, 2e-6),) if outcome == "ok" else ()
+            old = draw.random() < 0.3
+            trials.append(
+                trial(
+                    order,
+                    session=name,
+                    problem=draw.choice(problems),
+                    candidate=replace(row, version=row.version - 1) if old else row,
+                    outcome=outcome,
+                    reason="" if seconds else "why",
+                    seconds=seconds,
+                )
+            )
+    log.append(*trials)
+    counts = {}
+    for number, problem in enumerate(problems):
+        name = draw.choice(("one", "two", "three"))
+        # Later trials of a session do not count for its ranking.
+        there = sum((one.session, one.problem) == (name, problem) for one in trials)
+        counts[problem] = name, draw.choice((None, draw.randint(0, there)))
+        log.append_best(
+            best(
+                problem=problem,
+                candidate=row,
+                fallback=row,
+                seconds=number + 1e-6,
+                session=name,
+                trials=counts[problem][1],
+            )
+        )
+    database.prune(log.root)
+    left, expected = log.read(), [one for one in trials if one.candidate == row and one.outcome != "environment"]
+    assert [replace(one, order=0) for one in left.trials] == [replace(one, order=0) for one in expected]
+    assert {one.id for one in left.sessions} == {one.session for one in expected} | {
+        name for name, _ in counts.values()
+    }
+    for problem, (name, count) in counts.items():
+        there = sum((one.session, one.problem) == (name, problem) for one in expected)
+        assert log.best()[problem].trials == (None if count is None else min(count, there))
+    assert database.verify(log.root) == [] and database.prune(log.root) == {}
+
+
+def test_results_go_out_with_their_own_sessions(log: Log, tmp_path: Path):
+    other = PROBLEM.replace("k=5", "k=6")
+    log.append(session(id="one"), session(id="two"), session(id="three"))
+    log.append(trial(0, session="one"), trial(0, session="two", problem=other), trial(1, session="one", problem=other))
+    assert database.write_results([log.root], tmp_path / "t4.json", other) == 2
+    sessions, trials = exchange.records_of(exchange.read_results(tmp_path / "t4.json"))
+    assert [one.id for one in sessions] == ["one", "two"] and {one.problem for one in trials} == {other}
+
+
+@pytest.mark.parametrize("unit", ["seconds", "milliseconds", "microseconds", "nanoseconds"])
+def test_times_of_others_are_in_their_own_unit(unit: str):
+    times = {"compilation_time": 30.0, "runtimes": [2.0, 4.0, 3.0]}
+    results = [{"configuration": {"x": 1}, "times": times, "invalidity": "correct"}]
+    [row] = exchange.foreign_rows({"metadata": {"timeunit": unit}, "results": results}, "theirs", ())
+    assert row["build_seconds"] == pytest.approx(10 * row["seconds"])
+    scale = {"seconds": 1.0, "milliseconds": 1e-3, "microseconds": 1e-6, "nanoseconds": 1e-9}[unit]
+    assert row["seconds_all"] == pytest.approx([2 * scale, 4 * scale, 3 * scale])
+
+
+def test_damage_has_the_same_line_however_little_is_read(log: Log):
+    """A reader of one problem's lines, or of sessions alone, counts those between."""
+    log.append(session(), trial(0), session(id="s2"), trial(1))
+    lines = log.trials_path.read_bytes().splitlines(keepends=True)
+    spoilt = [line.replace(b'"sum":"', b'"sum":"x') for line in (raw_line(trial(2)), raw_line(session(id="s3")))]
+    put(log.trials_path, *lines[:2], spoilt[0], lines[2], spoilt[1], lines[3], spoilt[0])
+    assert [one.line for one in log.read().skipped] == [3, 5, 7]
+    assert [one.line for one in log.of_problem(PROBLEM).skipped] == [3, 5, 7]
 
 
 def test_records_as_a_table(log: Log, tmp_path: Path):

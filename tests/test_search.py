@@ -7,8 +7,9 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cases import SM90, thorough
@@ -19,7 +20,7 @@ from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.registry import parse
 from tvm_sparse.core.spaces import points
 from tvm_sparse.records import Log
-from tvm_sparse.tuning import strategies
+from tvm_sparse.tuning import ask_tell, strategies
 from tvm_sparse.tuning.domain import Domain
 from tvm_sparse.tuning.plans import make_plan
 from tvm_sparse.tuning.strategies import Strategy
@@ -176,6 +177,32 @@ def test_a_space_barely_larger_than_the_budget_does_not_run_dry(
 def test_failures_do_not_stop_a_search(fails: Callable[[Candidate], bool]) -> None:
     measured = run(start(LARGE, 48), 48, lambda c: None if fails(c) else separable(c))
     assert len(measured) == 48 and set(measured) <= set(space(LARGE))
+
+
+def test_an_optimiser_is_told_failures_as_worse_than_all_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also than times that were known before, and than those of the same batch."""
+    told: list[float] = []
+
+    class Anything:
+        def __init__(self, sizes: Sequence[int], *_: Any) -> None:
+            self.sizes = sizes
+
+        def ask(self) -> tuple[Any, Sequence[int]]:
+            return None, [0 for _ in self.sizes]
+
+        def tell(self, token: Any, value: float) -> None:
+            told.append(value)
+
+    monkeypatch.setitem(ask_tell.LIBRARIES, "anything", Anything)
+    draw, worst = random.Random(4), 3e-5
+    domain = Domain.of(LARGE, SM90, tables(LARGE))
+    search = ask_tell.AskTell("anything", domain, known={space(LARGE)[0]: worst}, trials=60, batch=10, seed=0)
+    for _ in range(6):
+        results = {one: draw.choice((None, draw.uniform(1e-6, 1e-4))) for one in search.propose()}
+        search.report(results)
+        worst = max([worst, *filter(None, results.values())])
+        for seconds, value in zip(results.values(), told[-len(results) :], strict=True):
+            assert value == pytest.approx(math.log(seconds) if seconds else math.log(2 * worst))
 
 
 def test_replayed_traces_are_new_points() -> None:

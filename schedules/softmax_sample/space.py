@@ -26,8 +26,9 @@ RESIDENT = 512
 RESIDENT_TICKETS = 1024
 # Thread blocks of a row that take tickets. 0: rows that no filter cuts have clusters, too.
 TICKETS = (0, 2, 4, 8, 16)
-# Bytes of logits from which they do by default on GPUs with clusters.
-LEAST_TICKETED = 15 << 20
+# Bytes of logits from which they do by default on GPUs with clusters; with fewer where there are more rows than
+# multiprocessors, two for a row of LEAST_SHARE bytes, and more of so many each.
+LEAST_TICKETED, LEAST_SHARE = 15 << 20, 10_000
 # Thread blocks with tickets also share each of at most FEW_ROWS rows with at least LONG_ROW bytes; beyond ALONE rows
 # several of them share a multiprocessor, and have fewer vectors in hand.
 FEW_ROWS, LONG_ROW, ALONE = 16, 240 << 10, 8
@@ -99,22 +100,28 @@ def _likely_points(problem: SoftmaxSample, machine: Machine) -> Iterator[Decisio
 
     On an H200, with 128,256 words in 16 bits, two large thread blocks for each row were 1.3 to 1.6 times as fast as
     four smaller ones, of which each multiprocessor ran two (`scripts/probes/sampling.py`). Thread blocks with tickets,
-    eight small ones for each row, were faster from 64 rows on, but for min_p, and sixteen large ones for one row;
-    without clusters nothing else shares a row.
+    eight small ones for each row, were faster from 64 rows on, but for min_p, and sixteen large ones for one row; two
+    for each of 359 rows of 20 KB took 0.23 times as long as one that searches, of which each multiprocessor has one.
+    Without clusters nothing else shares a row.
     """
     clusters, rows = machine.clusters(CLUSTERS), problem.batch_extent
     fill = next((size for size in clusters if size * rows >= machine.cores * 9 // 10), clusters[-1])
     keep = next((size for size in clusters if Blocks(problem, THREADS[-1], size, "shared").staged <= KEPT), None)
     row = problem.vocab * numpy_dtype(problem.dtype).itemsize
     few = machine.has_clusters and rows <= FEW_ROWS and row >= LONG_ROW
-    ticketed = few or not machine.has_clusters or rows * row >= LEAST_TICKETED
-    threads_in_order = (256, 512, 128) if ticketed and not few else (512, 256, 128)
+    crowded = rows > machine.cores and rows * row < LEAST_TICKETED and row >= LEAST_SHARE
+    ticketed = few or crowded or not machine.has_clusters or rows * row >= LEAST_TICKETED
+    threads_in_order = (128, 256, 512) if crowded else (256, 512, 128) if ticketed and not few else (512, 256, 128)
     busy = machine.cores * RESIDENT_TICKETS // threads_in_order[0] * 9 // 10
-    most = 8 if 8 * rows >= busy else TICKETS[-1]
+    most = max(2, row // LEAST_SHARE) if crowded else 8 if 8 * rows >= busy else TICKETS[-1]
+    if few:
+        vectors_in_order = (2, 4, 1) if rows <= ALONE else (1, 2, 4)
+    else:
+        vectors_in_order = (1, 2, 4) if crowded else (4, 2, 1)
     for cluster, threads, vectors, staged, tickets in itertools.product(
         sorted((size for size in clusters if size <= max(0 if few else fill, keep or 1)), reverse=True),
         threads_in_order,
-        ((2, 4, 1) if rows <= ALONE else (1, 2, 4)) if few else (4, 2, 1),
+        vectors_in_order,
         (1, 0),
         [one for one in reversed(TICKETS) if one <= most] if ticketed else [0],
     ):

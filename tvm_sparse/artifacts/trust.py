@@ -140,7 +140,7 @@ def _others_who_write(found: os.stat_result, opened: int | Path) -> str:
     if entries is None:
         return "whom its access control list names, which cannot be read here"
     for tag, permissions, number in entries or [(_OWNING_GROUP, _MAY_WRITE, 0)]:
-        if not permissions & _MAY_WRITE or tag in (_OWNER, _MASK):
+        if not permissions & _MAY_WRITE:
             continue
         if tag == _USER and number not in (0, os.geteuid()):
             return f"user {number}, whom its access control list names"

@@ -254,6 +254,15 @@ def stands_for_data(tensor: Any) -> bool:
         return True
 
 
+def unread(value: Any) -> bool:
+    """Whether a number is a tensor without dimensions whose value a call must not read: it has none yet (fake mode,
+    torch.export, torch.func), or torch.jit.trace would keep it as a constant.
+    """
+    if type(value) in (float, int) or not is_torch(value) or value.dim():
+        return False
+    return traced() or stands_for_data(value)
+
+
 def ready(name: str, array: Any, known: Facts) -> Any:
     """The array in the form that kernels require: unchanged if it is contiguous and aligned, else a copy.
 

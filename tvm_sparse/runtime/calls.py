@@ -283,6 +283,13 @@ def is_of_rows(value: Any) -> bool:
     return type(value) not in (float, int) and bool(getattr(value, "shape", ()))
 
 
+def tensors_among(*numbers: Any) -> list[Any]:
+    """The numbers that a custom operator of PyTorch has to see: arrays with one for each row, and tensors whose value
+    must not be read.
+    """
+    return [one for one in numbers if is_of_rows(one) or arrays.unread(one)]
+
+
 def scales_of(temperature: Any) -> tuple[Any, Any]:
     """What kernels take for a temperature, one of which is None: the factor on logits, its inverse, checked; and the
     array of a temperature of each row.
@@ -290,10 +297,14 @@ def scales_of(temperature: Any) -> tuple[Any, Any]:
     return (None, temperature) if is_of_rows(temperature) else (inverse_temperature(temperature), None)
 
 
-def inverse_temperature(temperature: Any) -> float:
-    """The factor on logits for a temperature: its inverse, checked."""
+def inverse_temperature(temperature: Any) -> Any:
+    """The factor on logits for a temperature: its inverse, checked; a tensor whose value must not be read
+    (`arrays.unread`) is returned as it is.
+    """
     if type(temperature) is float and temperature == 1.0:
         return 1.0
+    if arrays.unread(temperature):
+        return temperature
     try:
         if isinstance(temperature, str | bytes | bool):  # float() would accept these
             raise TypeError

@@ -17,6 +17,8 @@ WARP = 32
 # Whole warps, up to 512 threads, so that each can have 128 registers.
 THREADS = powers(32, 512)
 # Rows of x of a tile.
+# Vectors of the longest row of a skewed pattern for each block row, from which on a warp is too slow for it.
+HEAVY = 2
 TILE_M = powers(1, 16)
 # Blocks that a thread has a vector of in a chunk: what is in flight at once.
 DEPTH = powers(1, 8)
@@ -29,6 +31,8 @@ COPY_BYTES = (4, 16)
 MAX_HELD, MAX_COPIES = 96, 16
 # Threads by default, the first guess first, and the entries of a long row.
 USUAL_THREADS, LONG = (128, 256, 64, 512, 32), 1024
+# Block rows of each multiprocessor beyond which they are many.
+MANY_ROWS = 8
 # Bytes of static shared memory of a thread block.
 MAX_SHARED = 48 * 1024
 
@@ -75,14 +79,16 @@ def fitting(problem: BsrMatmul, machine: Machine, table: Table) -> list[Decision
     rows are long or a multiprocessor has a thread block at most.
     """
     vec, overlap = table["vec"][-1], int(machine.has_clusters)
-    # With one strip of x a long row is shared; with several there is enough to do beside it.
-    clusters = (4, 1) if 4 in table["cluster"] and problem.m <= 8 else (1,)
+    # With several strips of x, or many block rows, there is enough to do beside a long row; else it is shared. With
+    # many block rows the deepest point took 1.2 times as long as one of depth 2, and 1.7 times with clusters (seed 18).
+    many = problem.grid[0] > MANY_ROWS * machine.cores
+    clusters = (4, 1) if 4 in table["cluster"] and problem.m <= 8 and not many else (1,)
     choices = [
         {"threads": threads, "tile_m": tile_m, "vec": vec, "depth": depth, "cluster": cluster, "overlap": overlap}
         for tile_m in (4, 8, 2, 1)
         if tile_m in table["tile_m"]
         for threads in sorted(USUAL_THREADS, key=lambda threads: threads != wanted(problem, machine, tile_m))
-        for depth in (8, 4, 2, 1)
+        for depth in ((2, 4, 8, 1) if many else (8, 4, 2, 1))
         for cluster in clusters
     ]
     return [point for point in choices if allowed(problem, machine, point) is None]
@@ -188,9 +194,14 @@ def declines(problem: BsrMatmul, machine: Machine) -> bool:
     """Whether `default` leaves the problem to another template: a block has fewer elements than a warp has lanes, so
     that a thread block computes few outputs. Blocks of 4x4 took 1.7 times as long as in `warp_shuffle` on an H200
     (`scripts/regret.py`, seed 10), but 32 long block rows, each with a multiprocessor, 0.36 times as long.
+
+    In a skewed pattern a block row may have nearly all of its blocks, and is one warp's work there: where 3,936 rows of
+    up to 3,264 such blocks took 58 us, thread blocks took 23 (seed 18).
     """
     rows, cols = problem.block_shape
-    return rows * cols < WARP and wanted(problem, machine, TILE_M[-1]) < THREADS[-1]
+    block_rows, block_cols = problem.grid
+    heavy = problem.pattern == "skewed" and block_cols * rows > HEAVY * block_rows
+    return rows * cols < WARP and not heavy and wanted(problem, machine, TILE_M[-1]) < THREADS[-1]
 
 
 def default(problem: BsrMatmul, machine: Machine) -> Decisions:

@@ -12,6 +12,8 @@ from ...lsh.extents import SLICES, THREADS, WARP, WARP_SUMS, CompactExtents, Roo
 LEAST_SHARE = WARP
 # Default threads of a thread block, and threads for which a multiprocessor finds work by default.
 THREADS_EACH, BUSY_THREADS = 384, 2560
+# Words of the vocabulary that a slice writes by default, at least: with fewer its thread block waits for the most part.
+LEAST_WRITTEN = 230
 SOME_SLICES = tuple(n for n in SLICES if n <= 32)
 
 
@@ -43,9 +45,10 @@ def allowed(problem: Compaction, machine: Machine, decisions: Decisions) -> str 
 def default(problem: Compaction, machine: Machine) -> Decisions:
     """As many slices as there are multiprocessors for: where candidates lie side by side, as frequent words do, few
     thread blocks have all of them. With a slice for each multiprocessor 38 lists of 29,505 words took twice as long on
-    an H200 as with 16 slices each (`scripts/regret.py`, seed 10).
+    an H200 as with 16 slices each (`scripts/regret.py`, seed 10); 46 lists of 460 of 21,408 words took 1.8 times as
+    long with 16 slices as with 2 (seed 18).
     """
     fitting = [n for n in SOME_SLICES if n == 1 or CompactExtents(problem.vocab, THREADS[0], n).share >= LEAST_SHARE]
-    room = machine.cores * BUSY_THREADS // THREADS_EACH // problem.lists
+    room = min(machine.cores * BUSY_THREADS // THREADS_EACH // problem.lists, problem.capacity // LEAST_WRITTEN)
     slices = max((n for n in fitting if n <= room), default=1)
     return {"threads": THREADS_EACH, "slices": slices, "overlap": 1 if machine.has_clusters else 0}

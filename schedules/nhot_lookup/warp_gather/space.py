@@ -22,6 +22,8 @@ TILES = powers(1, 8)
 # A row of up to LONG_ROW entries takes at most MAX_ROUNDS rounds, each of which waits for memory once. A longer row
 # needs as many entries at once as LONG_ROW entries do.
 LONG_ROW, MAX_ROUNDS = 512, 32
+# Most thread blocks along the second axis of a grid.
+MOST_TABLES = 65535
 # Bytes that a lane has in flight up to which a thread block has several tiles by default, where there are more tiles
 # than thread blocks that the multiprocessors hold at once: 6,597 rows of 1,426 columns, in loads of 8 bytes, took half
 # as long on an H200 (`scripts/regret.py`).
@@ -30,6 +32,8 @@ FEW_BYTES, FEW_BYTES_TILES, RESIDENT_BLOCKS = 64, 4, 32
 MOST_USUAL = 8
 # Entries of a short row, and warps of a multiprocessor that all wait for memory at the same time.
 SHORT_ROW, WAITING_WARPS = 10, 8
+# Entries of a row up to which also fewer warps than multiprocessors wait.
+FEW_ENTRIES = 2
 
 
 extent = Derived["Extents", int]
@@ -138,12 +142,14 @@ def waits(problem: NhotLookup, machine: Machine) -> bool:
     """Whether short rows of a dense table are as many warps' work as a part of the GPU's: trips to memory are the time.
 
     On an H200 295 rows of five entries, 47 columns wide, took 1.07 us with guessed entries, and 1.37 us in
-    `dealt_gather`; 12 of ten entries, 499 wide, 0.95 and 1.33 us; 792 of two entries, 91 wide, 2.6 and 1.4 us.
+    `dealt_gather`; 12 of ten entries, 499 wide, 0.95 and 1.33 us; 792 of two entries, 91 wide, 2.6 and 1.4 us; two of
+    one entry, 1763 wide, 0.8 and 1.2 us.
     """
     if not (machine.has_clusters and problem.plain and problem.nonzeros <= SHORT_ROW):
         return False
     columns = load_widths(problem)[0] * WARP
-    return machine.cores <= problem.rows * ceildiv(problem.width, columns) <= WAITING_WARPS * machine.cores
+    least = machine.cores if problem.nonzeros > FEW_ENTRIES else 0
+    return least <= problem.rows * ceildiv(problem.width, columns) <= WAITING_WARPS * machine.cores
 
 
 def narrow_loads(problem: NhotLookup, machine: Machine) -> bool:

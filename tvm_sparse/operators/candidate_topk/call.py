@@ -20,6 +20,7 @@ from tvm_sparse.runtime.calls import (
     machine_of,
     most_rows,
     outputs_for,
+    tensors_among,
     whole_number,
     with_scratch,
     without_gradient,
@@ -142,7 +143,7 @@ def candidate_topk(
         if found is not None:
             return found
 
-    if custom.transformed(hidden, embedding, candidates, counts, bias):
+    if custom.transformed(hidden, embedding, candidates, counts, bias, *tensors_among(temperature)):
         options = {"counts": counts, "block": block, "log": log, "temperature": temperature, "bias": bias}
         options |= {"normaliser": normaliser, "validate": validate, "out": out}
         return custom.module_of("candidate_topk").candidate_topk(hidden, embedding, candidates, n, **options)

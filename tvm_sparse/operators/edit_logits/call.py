@@ -7,7 +7,15 @@ from typing import Any
 
 from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.arrays import Facts
-from tvm_sparse.runtime.calls import by_parts, logits_facts, machine_of, most_rows, outputs_for, run
+from tvm_sparse.runtime.calls import (
+    by_parts,
+    logits_facts,
+    machine_of,
+    most_rows,
+    outputs_for,
+    run,
+    tensors_among,
+)
 from tvm_sparse.runtime.dispatch import dispatcher
 from tvm_sparse.runtime.signature import FLOAT_ROWS, ROWS, Absent, Array, Number, Output, Signature
 
@@ -135,11 +143,11 @@ def edit_logits(
             if found is not None:
                 return found
 
-    tensors = [one for one, array in zip(given, own, strict=True) if array]
+    tensors = tensors_among(*given, soft_cap)
     options = {"bias_ids": bias_ids, "bias_values": bias_values, "seen_ids": seen_ids, "generated": generated}
     options |= dict(zip((f"{name}_penalty" for name in PENALTIES), given, strict=True))
     if custom.transformed(logits, bias_ids, bias_values, seen_ids, generated, *tensors):
-        return custom.module_of("edit_logits").edit_logits(logits, out=out, soft_cap=cap, **options)
+        return custom.module_of("edit_logits").edit_logits(logits, out=out, soft_cap=soft_cap, **options)
     known = logits_facts(logits)
     *leading, vocab = known.shape
     rows, batch = tuple(leading), math.prod(leading)
@@ -214,13 +222,17 @@ def edit_logits(
     return out if out is not None else arrays.returned(result, logits)
 
 
-def soft_cap_of(value: Any) -> float:
-    """A soft cap, checked."""
+def soft_cap_of(value: Any) -> Any:
+    """A soft cap, checked, as by `_number`."""
     return _number("soft_cap", value)
 
 
-def _number(name: str, value: Any) -> float:
-    """A penalty or soft cap that is one number for all rows, checked."""
+def _number(name: str, value: Any) -> Any:
+    """A penalty or soft cap that is one number for all rows, checked; a tensor whose value must not be read
+    (`arrays.unread`) as it is.
+    """
+    if arrays.unread(value):
+        return value
     try:
         if isinstance(value, bool | str):
             raise TypeError

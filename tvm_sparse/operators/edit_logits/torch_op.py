@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tvm_sparse.runtime import arrays, custom
+from tvm_sparse.runtime import custom
 
 from . import call
 from .penalties import PENALTIES
@@ -27,15 +27,19 @@ def _call(logits: Any, numbers: Any, *rest: Any) -> Any:
 
 def _batched(info: Any, in_dims: Any, *args: Any) -> Any:
     """Leading dimensions are the operator's own."""
+    custom.unbatched("edit_logits", in_dims[10:], ("soft_cap",))
+    given = list(args)
+    given[0] = custom.in_front(args[0], in_dims[0], info.batch_size)
+    for place in _OF_ROWS:
+        if args[place] is not None:
+            given[place] = custom.in_front(args[place], in_dims[place], info.batch_size)
+    for place in _PENALTIES:
+        given[place] = custom.of_rows_in_front(args[place], in_dims[place], given[0].shape[:-1])
+    return _OPERATOR(*given), 0
 
-    def rows(one: Any, dim: Any) -> Any:
-        if not arrays.is_torch(one) or (dim is None and not one.dim()):
-            return one
-        return custom.in_front(one, dim, info.batch_size)
 
-    return _OPERATOR(*[rows(one, dim) for one, dim in zip(args, in_dims, strict=True)]), 0
-
-
+# Where arguments stand that have words for each row, and the tensors of penalties.
+_OF_ROWS, _PENALTIES = range(2, 6), range(6, 9)
 # Tensors of penalties say what the numbers do not: one of each row, or one in all (`custom.number`).
 _OPERATOR = custom.define(
     "edit_logits(Tensor logits, float[] numbers, Tensor? bias_ids=None, Tensor? bias_values=None,"

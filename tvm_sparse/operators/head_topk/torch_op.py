@@ -47,7 +47,7 @@ def _call(
 def _batched(info: Any, in_dims: Any, *args: Any) -> Any:
     """Rows of all examples together."""
     hidden, embedding, k, log, temperature, bias, ids, *rest, allowed = args
-    places = {"embedding": 1, "bias": 5, "scales": 11}
+    places = {"embedding": 1, "bias": 5, "scales": 11, "soft_cap": 14}
     custom.unbatched("head_topk", tuple(in_dims[place] for place in places.values()), tuple(places))
     hidden = custom.in_front(hidden, in_dims[0], info.batch_size)
     ids, allowed = (

@@ -197,7 +197,13 @@ def softmax_sample(
     filters = [one if array else _number(i, one) for i, (one, array) in enumerate(zip(filters, own, strict=True))]
     given = _filled(filters, own, logits)
     said = seeds.told(uniforms, seed, offset)
-    tensors = [one for one, array in zip(filters, own, strict=True) if array]
+    tensors = [
+        one
+        for one, array in zip(filters, own, strict=True)
+        if array or (type(one) is not float and type(one) is not int and arrays.unread(one))
+    ]
+    if cap is not None and arrays.unread(cap):
+        tensors.append(cap)
     through = said is None and custom.transformed(logits, *tensors, bias, allowed)
     seeded, numbers = (seeds.GIVEN, ()) if through else said or seeds.fresh(logits)
     drawn = [one for one in numbers if hasattr(one, "__dlpack__")]
@@ -348,10 +354,14 @@ def _filled(filters: list[Any], own: list[bool], logits: Any) -> list[Any]:
 
 
 def _number(which: int, value: Any) -> Any:
-    """A filter that is one number for all rows, checked."""
+    """A filter that is one number for all rows, checked; a tensor whose value must not be read (`arrays.unread`) as it
+    is.
+    """
     name, dtype, fits, wanted = FILTERS[which]
     if value is None and name == "top_k":
         return 0
+    if type(value) is not float and type(value) is not int and arrays.unread(value):
+        return value
     try:
         if isinstance(value, bool):
             raise TypeError

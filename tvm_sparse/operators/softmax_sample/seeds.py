@@ -40,11 +40,11 @@ def told(uniforms: Any, seed: Any, offset: Any) -> tuple[int, tuple[Any, ...]] |
         return GIVEN, (uniforms,)
     own_offset = bool(getattr(offset, "shape", ()))
     if seed is None:
-        if own_offset or integer("offset", offset):
+        if own_offset or arrays.unread(offset) or integer("offset", offset):
             raise ValueError("offset: comes with a seed, and there is none; pass seed= with it")
         return None
     if getattr(seed, "shape", ()):
-        if own_offset or arrays.is_symbol(offset) or integer("offset", offset):
+        if own_offset or arrays.is_symbol(offset) or arrays.unread(offset) or integer("offset", offset):
             return OF_ROWS, (_moved(seed, offset if own_offset else integer("offset", offset)),)
         return OF_ROWS, (seed,)
     if own_offset:
@@ -75,8 +75,10 @@ def fresh(like: Any) -> tuple[int, tuple[Any, ...]]:
 
 
 def integer(name: str, value: Any) -> int:
-    """An integer as an int64: of larger ones the lower 64 bits. A symbol of a graph stays one."""
-    if arrays.is_symbol(value):
+    """An integer as an int64: of larger ones the lower 64 bits. A symbol of a graph stays one, and a tensor whose value
+    must not be read (`arrays.unread`).
+    """
+    if arrays.is_symbol(value) or arrays.unread(value):
         return value
     if type(value) is int and -(2**63) <= value < 2**63:
         return value

@@ -31,23 +31,21 @@ def _of(number: Any, tensor: Any) -> Any:
     return number if tensor is None else custom.value_of(number, tensor) if not tensor.dim() else tensor
 
 
-# Where arguments of the operator stand that have something for each row, beside the logits.
-_OF_ROWS = (4, 5, *range(10, 16))
+# Where filters stand, and others than the logits that have something for each row.
+_FILTERS, _OF_ROWS = range(11, 15), (4, 5, 10, 15)
 
 
 def _batched(info: Any, in_dims: Any, *args: Any) -> Any:
     """Leading dimensions are the operator's own."""
     custom.unbatched("softmax_sample", in_dims[3:4], ("bias",))
 
-    def rows(one: Any, dim: Any) -> Any:
-        if one is None or (dim is None and not one.dim()):
-            return one
-        return custom.in_front(one, dim, info.batch_size)
-
-    given = [
-        rows(one, dim) if not place or place in _OF_ROWS else one
-        for place, (one, dim) in enumerate(zip(args, in_dims, strict=True))
-    ]
+    given = list(args)
+    given[0] = custom.in_front(args[0], in_dims[0], info.batch_size)
+    for place in _OF_ROWS:
+        if args[place] is not None and (in_dims[place] is not None or args[place].dim()):
+            given[place] = custom.in_front(args[place], in_dims[place], info.batch_size)
+    for place in _FILTERS:
+        given[place] = custom.of_rows_in_front(args[place], in_dims[place], given[0].shape[:-1])
     results = _OPERATOR(*given)
     return results, [0] * len(results)
 
@@ -111,7 +109,8 @@ def softmax_sample(
         bias,
         uniforms,
         seeds,
-        None if seeds is not None or seed is None else _signed(seed),
+        # Beside a tensor stands a number, for where its value is not known yet (`custom.value_of`).
+        None if seed is None else 0 if seeds is not None else _signed(seed),
         0 if offsets is not None else _signed(offset),
         max_top_k,
         best,

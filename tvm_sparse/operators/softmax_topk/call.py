@@ -21,6 +21,7 @@ from tvm_sparse.runtime.calls import (
     most_rows,
     outputs_for,
     scales_of,
+    tensors_among,
     whole_number,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
@@ -159,7 +160,7 @@ def softmax_topk(
             return found
 
     own = is_of_rows(temperature)
-    if custom.transformed(logits, bias, allowed, ids, temperature if own else None):
+    if custom.transformed(logits, bias, allowed, ids, *tensors_among(temperature, soft_cap)):
         options = {"log": log, "temperature": temperature, "bias": bias, "ids": ids, "allowed": allowed}
         return custom.module_of("softmax_topk").softmax_topk(logits, k, out=out, soft_cap=soft_cap, **options)
     known = logits_facts(logits, INSTEAD)
@@ -250,7 +251,7 @@ def _part(
     """`softmax_topk` with `shard`."""
     shards.refuse_beside(log, ids)
     own = is_of_rows(temperature)
-    if custom.transformed(logits, bias, allowed, temperature if own else None):
+    if custom.transformed(logits, bias, allowed, *tensors_among(temperature)):
         options = {"temperature": temperature, "bias": bias, "allowed": allowed, "shard": shard}
         return custom.module_of("softmax_topk").softmax_topk(logits, k, out=out, **options)
     known = logits_facts(logits, INSTEAD)
