@@ -15,8 +15,8 @@ WARP = 32  # lanes
 ROWS = powers(1, 8)
 # Lanes of a warp that share a row.
 LANES = (32, 16)
-# Rows for each multiprocessor from which on warps have two rows at the same time by default, by the most elements that a
-# lane then has, of 16 and more. On an H200 with two 20,000 rows of 256 words of float32 took 0.81 times as long, but
+# Rows for each multiprocessor from which on warps have two rows at the same time by default, by the most elements that
+# a lane then has, of 16 and more. On an H200 with two 20,000 rows of 256 words of float32 took 0.81 times as long, but
 # 6,000 of them 1.11 times; 20,000 rows of 512 words of bfloat16 took 0.85 times as long, and so did 3,000 of 500 words
 # of float16.
 PAIRED = ((16, 100), (32, 20))
