@@ -383,7 +383,6 @@ def test_what_a_call_asks_for_holds_the_longest_row() -> None:
     assert entries_kept(200_000 + 19_990, 20_000, 20_000, 20_000) == preferred(200_000 + 19_990, 20_000)
 
 
-
 def test_generated_weights_are_what_the_structure_says() -> None:
     problem = parse("sparse_recurrent/steps=3,batch=2,hidden=40,nonzeros=10,cell=lstm,ragged=1,resets=1")
     for seed, structure in enumerate(problem.structures):
