@@ -379,7 +379,7 @@ def test_what_a_call_asks_for_holds_the_longest_row() -> None:
         assert typical <= found <= hidden and longest <= longest_random(found, hidden, NOT_RANDOM) + SOME
         if found > typical:  # and no more than that takes
             assert longest_random(int(found / 1.3) - 1, hidden) < longest
-    # What no GPU holds is not asked for: 10 entries of 20,000 in a row, but one that is full.
+    # No GPU holds 20,000 full rows: one full row among rows of 10 entries does not count.
     assert entries_kept(200_000 + 19_990, 20_000, 20_000, 20_000) == preferred(200_000 + 19_990, 20_000)
 
 

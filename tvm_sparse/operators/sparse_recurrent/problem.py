@@ -282,23 +282,22 @@ def _preferred_numbers() -> Iterator[int]:
     return itertools.chain(SMALL, TENS, larger)
 
 
-# Rows may have some more entries than is typical: so many standard deviations of a random pattern more. Those of no
-# random pattern exceed it by so many, and some entries.
+# Few rows of a random pattern exceed the mean by DEVIATIONS standard deviations, and none by NOT_RANDOM and SOME entries.
 DEVIATIONS, NOT_RANDOM, SOME = 4, 6, 2
 
 
 def longest_random(entries: int, width: int, deviations: float = DEVIATIONS) -> int:
-    """Entries that few rows of a random pattern exceed, of rows of `width` with so many in the mean."""
+    """Number of entries that few rows of a random pattern exceed: rows of `width` columns, with `entries` in the mean."""
     n = min(entries, width)
     return min(width, math.ceil(n + deviations * math.sqrt(n * (1 - n / width))))
 
 
 def entries_kept(entries: int, rows: int, width: int, longest: int) -> int:
-    """The `nonzeros` of a call, for a weight of so many entries in rows of `width` of which the longest has `longest`.
+    """The `nonzeros` of a call, for a weight of `entries` entries in `rows` rows of `width` columns.
 
-    That is `preferred`, and of a pattern that is not random, as magnitude pruning leaves it, the number of a random one
-    whose rows are as long: the longest row has to be on the chip, for all wait for it in each step. If so many do not
-    fit on a chip, the mean decides.
+    For a random pattern that is `preferred`. Magnitude pruning leaves rows of very different lengths: then it is the
+    number of a random pattern whose longest row has `longest` entries too, for in each step all units wait for the
+    longest row, which has to be on the chip. Where so many entries do not fit on a chip, the mean decides.
     """
     typical = min(width, preferred(entries, rows))
     if longest <= longest_random(typical, width, NOT_RANDOM) + SOME:
