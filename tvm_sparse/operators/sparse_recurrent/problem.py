@@ -282,12 +282,12 @@ def _preferred_numbers() -> Iterator[int]:
     return itertools.chain(SMALL, TENS, larger)
 
 
-# Few rows of a random pattern exceed the mean by DEVIATIONS standard deviations, and none by NOT_RANDOM and SOME entries.
+# Few rows of a random pattern exceed the mean by DEVIATIONS standard deviations, none by NOT_RANDOM and SOME entries.
 DEVIATIONS, NOT_RANDOM, SOME = 4, 6, 2
 
 
 def longest_random(entries: int, width: int, deviations: float = DEVIATIONS) -> int:
-    """Number of entries that few rows of a random pattern exceed: rows of `width` columns, with `entries` in the mean."""
+    """Number of entries that few rows of a random pattern exceed; rows have `width` columns, `entries` in the mean."""
     n = min(entries, width)
     return min(width, math.ceil(n + deviations * math.sqrt(n * (1 - n / width))))
 
