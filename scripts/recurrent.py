@@ -114,15 +114,25 @@ class Drawn:
         return self.layers[dtype].project_inputs(self.of("x", dtype), *weights)
 
 
-def draw(case: Case, device: str, dtypes: Iterable[str] = DTYPES, seed: int = 0, order: str = "banks") -> Drawn:
-    """A layer with a random pattern, whose input has as many features as it has units."""
+def draw(
+    case: Case, device: str, dtypes: Iterable[str] = DTYPES, seed: int = 0, order: str = "banks", spread: float = 0
+) -> Drawn:
+    """A layer with a random pattern, whose input has as many features as it has units.
+
+    `spread`: with more than 0 the pattern is that of the largest magnitudes, where the logarithms of rows' scales have
+    this standard deviation: so magnitude pruning leaves trained weights.
+    """
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device)
 
     rows, hidden = case.rows, case.hidden
-    kept = torch.rand((rows, hidden), generator=generator, device=device) < case.density
+    if spread:
+        sizes = normal(rows, hidden).abs() * (spread * normal(rows, 1)).exp()
+        kept = sizes >= sizes.flatten().kthvalue(max(1, round((1 - case.density) * sizes.numel()))).values
+    else:
+        kept = torch.rand((rows, hidden), generator=generator, device=device) < case.density
     weight_hh = normal(rows, hidden) * kept * (NORM / max(1.0, hidden * case.density) ** 0.5)
     bias_hh = 0.1 * normal(rows)
     found = kept.nonzero().cpu().numpy()
@@ -388,8 +398,10 @@ def measured(
     loops: bool = True,
     rounds: int = ROUNDS,
     seed: int = 0,
+    spread: float = 0,
 ) -> dict[Case, Results]:
     """Results of cases, by implementation and dtype; each case comes with additional cells for the report's lines.
+    `spread` is as in `draw`.
 
     Our kernels are built in parallel before anything is timed.
     """
@@ -397,7 +409,7 @@ def measured(
     with ready([problem for case in cases for problem in problems_of(case, dtypes)], where):
         for case, cells in cases.items():
             typer.echo(f"measuring {case}", err=True)
-            drawn = draw(case, where.device, dtypes, seed)
+            drawn = draw(case, where.device, dtypes, seed, spread=spread)
             calls, checks = contenders(drawn, peers=peers, loops=loops)
             names = {key: ", ".join(key) for key in calls}
             found = timed(

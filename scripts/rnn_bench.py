@@ -2,14 +2,17 @@
 
     python scripts/rnn_bench.py --csv scripts/results/rnn-h200.csv      # some minutes
     python scripts/rnn_bench.py --case 1792,4,256,0.1 --case 1024,4,256,0.125,lstm --dtype float16
+    python scripts/rnn_bench.py --no-loops --spread 0.4 --case 1024,1,32,0.1,lstm    # rows of unequal length
 
-A case is hidden units, batch, steps, density and cell ("tanh" if none is named); patterns are random. "sparse layer" is
-ours without the input product, "+ input product" with it, like "torch module", which is cuDNN on a GPU; in float32 both
-use TF32 for it, as cuDNN does by default. "layer of blocks" is ours with the weight in tiles for tensor cores, which
-for a random pattern is a dense persistent layer. "dense step loop" is a dense product and the cell a step, cuBLAS on a
-GPU, and "sparse step loop" the same with a CSR tensor, cuSPARSE; both are given the input product. FlashRNN takes part
-if it is installed. On a GPU, CUDA graphs are timed. `share_of_limit` compares with the time of gathers from shared
-memory at the boost clock, or of reading all data once; steps that wait for a grid barrier cannot approach it.
+A case is hidden units, batch, steps, density and cell ("tanh" if none is named). Patterns are random; with `--spread`
+they are those that magnitude pruning leaves if the logarithms of rows' scales have this standard deviation. "sparse
+layer" is ours without the input product, "+ input product" with it, like "torch module", which is cuDNN on a GPU; in
+float32 both use TF32 for it, as cuDNN does by default. "layer of blocks" is ours with the weight in tiles for tensor
+cores, which for a random pattern is a dense persistent layer. "dense step loop" is a dense product and the cell a step,
+cuBLAS on a GPU, and "sparse step loop" the same with a CSR tensor, cuSPARSE; both are given the input product.
+FlashRNN takes part if it is installed. On a GPU, CUDA graphs are timed. `share_of_limit` compares with the time of
+gathers from shared memory at the boost clock, or of reading all data once; steps that wait for a grid barrier cannot
+approach it.
 """
 
 from __future__ import annotations
@@ -41,14 +44,17 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Of timing on a GPU.")] = ROUNDS,
     csv_path: Annotated[Path | None, typer.Option("--csv", help="File to write.")] = None,
     seed: Annotated[int, typer.Option(help="Of weights, patterns and inputs.")] = 0,
+    spread: Annotated[float, typer.Option(help="Of rows' scales, by which magnitudes are kept; 0: at random.")] = 0,
 ) -> None:
     """Time sparse recurrent layers and their peers."""
     with errors():
         where = machine_here(target, "comparing")
         cases = {Case.parsed(text): {} for text in case or CASES}
-        report = Report(csv_path, provenance(where), COLUMNS)
+        report = Report(csv_path, provenance(where) | ({"spread": f"{spread:g}"} if spread else {}), COLUMNS)
         dtypes = tuple(dtype or DTYPES)
-        results = measured(cases, where, report, dtypes=dtypes, peers=peers, loops=loops, rounds=rounds, seed=seed)
+        results = measured(
+            cases, where, report, dtypes=dtypes, peers=peers, loops=loops, rounds=rounds, seed=seed, spread=spread
+        )
         for kind in dtypes:
             names = [OURS, PRODUCT] + ([BLOCKS] if kind != "float32" else [])
             others = ([MODULE] if peers else []) + ([DENSE, SPARSE] if peers and loops else [])

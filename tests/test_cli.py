@@ -355,16 +355,20 @@ def test_a_shell_completes_commands() -> None:
 
 
 @pytest.mark.parametrize("command", ["tune", "explain", "bench", "space", "measure-space", "prebuild"])
-def test_a_shell_completes_operators_axes_and_targets(command: str, tuned: tuple[Path, str]) -> None:
+def test_a_shell_completes_operators_axes_and_targets(command: str) -> None:
     names = list(registry.operators())
     assert set(completed(command, "s")) >= {name for name in names if name.startswith("s")}
-    for name in names:
+    # All operators once: the commands declare these arguments by the same types.
+    for name in names if command == "tune" else names[:1]:
         axes = [field.name for field in dataclasses.fields(registry.find(name).problem)]
         assert completed(command, name, "") == [f"{axis}=" for axis in axes]
     assert completed(command, "softmax_topk", "batch=3", "v") == ["vocab="]
     assert "dtype=bfloat16" in completed(command, "softmax_topk", "dtype=")
     assert completed(command, "softmax_topk", "--target", "sm_9") == ["sm_90a"]
     assert completed(command, "softmax_topk", "--target", "rtx4") == ["rtx4090", "rtx4080"]
+
+
+def test_a_shell_completes_templates_and_keys(tuned: tuple[Path, str]) -> None:
     assert set(completed("tune", "bsr_matmul", "--template", "")) >= {
         template.name for template in registry.find("bsr_matmul").templates
     }

@@ -17,7 +17,7 @@ import tvm_sparse.nn  # noqa: E402
 from tvm_sparse.core import machine  # noqa: E402
 from tvm_sparse.core.registry import parse  # noqa: E402
 from tvm_sparse.operators.bsr_matmul import call as bsr_call  # noqa: E402
-from tvm_sparse.operators.bsr_matmul.dense import trains_dense  # noqa: E402
+from tvm_sparse.operators.bsr_matmul.dense import rows_in_cache, trains_dense  # noqa: E402
 from tvm_sparse.operators.csr_linear import call as csr_call  # noqa: E402
 from tvm_sparse.runtime import dispatch, repeat  # noqa: E402
 from tvm_sparse.runtime.dense import DENSE, KERNEL  # noqa: E402
@@ -226,6 +226,24 @@ def test_a_frozen_layer_keeps_one_copy(monkeypatch: pytest.MonkeyPatch, copies: 
     right(1)
 
 
+def test_many_rows_are_multiplied_in_parts(dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `tensor_core`, where the L2 cache does not hold x."""
+    many = "bsr_matmul/m=8192,k=4096,n=4096,block=16,sparsity=0.95,dtype=bfloat16"
+    few, narrow = many.replace("8192", "2048"), many.replace("k=4096", "k=1024")
+    assert [rows_in_cache(parse(key), SM90) for key in (many, few, narrow)] == [2048, 2048, 8192]
+    assert rows_in_cache(parse(many), machine.cpu()) == 8192
+    assert bsr_call.at_once(parse(KEY), machine.cpu()) == 7  # another template
+    monkeypatch.setattr(bsr_call, "at_once", lambda problem, where: 3)
+    [kind] = [kind for kind in KINDS if kind.key == KEY]
+    weight, x = kind.weight(), torch.randn(7, 48)
+    want = tvm_sparse.bsr_matmul(x, weight, dense=True)
+    for _ in range(2):
+        torch.testing.assert_close(tvm_sparse.bsr_matmul(x, weight, dense=False), want)
+        into = torch.full((7, 32), torch.nan)
+        assert tvm_sparse.bsr_matmul(x, weight, activation="relu", out=into) is into
+        torch.testing.assert_close(into, want.relu())
+
+
 def test_which_way_is_likely() -> None:
     """More stored blocks, more rows of x and smaller blocks make the dense one likely; without evidence it is not."""
 
@@ -234,13 +252,13 @@ def test_which_way_is_likely() -> None:
         return bsr_call.likely_way(parse(key), where).way
 
     assert (at(0.0), at(0.98)) == (DENSE, KERNEL)
-    assert at(0.0, m=8) == KERNEL
+    assert (at(0.0, m=8), at(0.5, m=8)) == (DENSE, KERNEL)
     assert at(0.0, dtype="float32") == at(0.0, where=SM80) == at(0.0, where=machine.cpu()) == KERNEL
     for block in (16, 64):
         shares = [[at(share / 20, m, block) == DENSE for share in range(20)] for m in (16, 128, 512, 4096)]
         assert all(row == sorted(row, reverse=True) for row in shares)
-    for m in (128, 512):
-        dense = [[at(share / 20, m, rows) == DENSE for rows in (8, 16, 32, 64, 128)] for share in range(20)]
+    for m in (128, 512):  # blocks of 128 rows make fewer tiles than a GPU has multiprocessors
+        dense = [[at(share / 20, m, rows) == DENSE for rows in (8, 16, 32, 64)] for share in range(20)]
         assert all(row == sorted(row, reverse=True) for row in dense)
 
 

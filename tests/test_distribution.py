@@ -3,8 +3,9 @@
 import random
 
 import pytest
+from cases import SM90, thorough
 
-from tvm_sparse.core import distribution, registry
+from tvm_sparse.core import distribution, registry, spaces
 from tvm_sparse.core.problem import Problem, ProblemError
 
 OPERATORS = tuple(operator.name for operator in registry.BUILTIN)
@@ -57,3 +58,20 @@ def test_an_operator_without_a_distribution_says_so() -> None:
 
     with pytest.raises(ProblemError, match="other: declares no distribution"):
         distribution.problem(Other, random.Random(0))
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("count", [3, thorough(30)])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_defaults_of_drawn_problems_become_programs(name: str, count: int) -> None:
+    """Of every template that takes the problem: programs refuse layouts of shared memory with misaligned vectors."""
+    kind, rng = registry.find(name).problem, random.Random()
+    for _ in range(count):
+        problem = distribution.problem(kind, rng)
+        for template in spaces.applicable(problem, SM90)[0]:
+            found = spaces.find(template, name)
+            values = found.default(problem, SM90)
+            try:
+                assert found.build(problem, values).module
+            except Exception as error:
+                raise AssertionError(f"{problem.key}, {found.candidate(values)}: {error}") from error

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tvm_sparse.core import registry
 from tvm_sparse.core.problem import FLOATS, Mismatch, Problem, ProblemError, Settings
 from tvm_sparse.core.registry import make, parse
-from tvm_sparse.formats.bsr import check_structure, fullest_first, random_pattern, skew
+from tvm_sparse.formats.bsr import analysed, check_structure, fullest_first, like_beside, random_pattern, skew
 from tvm_sparse.formats.compressed import check_compressed
 from tvm_sparse.formats.quantized import QuantizedEmbedding
 from tvm_sparse.operators.block_recurrent.problem import BlockRecurrent
@@ -316,6 +316,28 @@ def test_the_fullest_block_rows_come_first(counts: list[int], block_bytes: int) 
     assert (np.diff(lengths) <= 0).all()
     most = max(1.5 * sum(counts) / max(len(counts), 1), 28 * 1024 / block_bytes)
     assert (lengths[:long] > most).all() and (lengths[long:] <= most).all()
+
+
+@given(st.integers(0, 40), st.integers(1, 12), st.integers(0, 2**32 - 1), st.sampled_from([64, 16384]))
+def test_like_block_rows_come_in_pairs(rows: int, block_cols: int, seed: int, block_bytes: int) -> None:
+    rng = np.random.default_rng(seed)
+    weights = 1 / rng.permutation(np.arange(1, rows + 1))
+    indptr, indices = random_pattern(rng, int(rng.integers(0, rows * block_cols + 1)), block_cols, weights)
+    before, long = fullest_first(indptr, block_bytes)
+    order = like_beside(before, long, indptr, indices, block_cols)
+    assert order.dtype == np.int32 and order.flags.c_contiguous and np.array_equal(order[:long], before[:long])
+    assert sorted(map(tuple, order)) == sorted(map(tuple, before))
+    columns = [set(indices[start:stop]) for _, start, stop in order.tolist()]
+    for one in range(long + long % 2, rows - 1, 2):
+        assert all(len(columns[one]) >= len(other) for other in columns[one + 1 :])
+        assert all(len(columns[one] & columns[one + 1]) >= len(columns[one] & other) for other in columns[one + 2 :])
+
+
+def test_a_structure_that_does_not_fit_is_not_compared() -> None:
+    """Nobody has checked one on a GPU: it is refused, or read, elsewhere."""
+    for indptr, indices in (([0, 2, 1, 3], [0, 1, 2]), ([0, 2, 3], [5, -7, 1]), ([0, 2, 9], [0, 1, 2])):
+        order, long = analysed(np.array(indptr, np.int32), np.array(indices, np.int32), (64, 64), 4, 2)
+        assert sorted(order[:, 0]) == list(range(len(indptr) - 1)) and long in (0, 1)
 
 
 @given(st.integers(0, 400), st.integers(1, 12), st.lists(st.sampled_from([0.0, 0.1, 1.0]), min_size=1, max_size=20))

@@ -29,6 +29,9 @@ WIDE_EIGHT = "head_topk/batch=13,vocab=301,hidden=912,k=7,dtype=float16"
 ROWS = "head_topk/batch=19,vocab=173,hidden=456,k=5,dtype=bfloat16,bias=1"
 FLOATS_EIGHT = "head_topk/batch=3,vocab=97,hidden=236,k=7,dtype=float32"
 OCTETS = "head_topk/batch=13,vocab=301,hidden=912,k=7,dtype=bfloat16,stored=float8_e4m3fn"
+# Scales for groups of one step, of which the last warp has three of four; and for groups of two steps.
+GROUPS = "head_topk/batch=13,vocab=147,hidden=1984,k=7,dtype=bfloat16,stored=int8,groups=31"
+WIDE_GROUPS = "head_topk/batch=5,vocab=147,hidden=2048,k=7,dtype=float16,bias=1,ids=2,stored=float8_e4m3fn,groups=16"
 LISTS = "candidate_topk/lists=4,beam=1,vocab=97,hidden=200,m=70,k=5,dtype=float16,bias=1"
 LONG = "candidate_topk/lists=1,beam=1,vocab=9000,hidden=64,m=8200,k=5,dtype=bfloat16"
 BLOCKS = "candidate_topk/lists=2,beam=3,vocab=240,hidden=64,m=9,k=12,dtype=bfloat16,block=8"
@@ -36,6 +39,9 @@ PRODUCT = "candidate_logits/lists=2,beam=9,vocab=301,hidden=136,m=70,dtype=float
 LIST_PRODUCT = "candidate_logits/lists=3,beam=1,vocab=97,hidden=136,m=70,dtype=float16,bias=1"
 # Of 337 vectors eight warps have six steps each, the last one vector.
 PARTS = "head_topk/batch=13,vocab=131,hidden=2696,k=7,dtype=bfloat16,ids=2,per_row=1"
+# The same in eight bits: of 337 vectors eight warps have 48 each, the last one vector. Groups of 128 columns.
+WIDE_OCTETS = "head_topk/batch=13,vocab=67,hidden=5392,k=7,dtype=bfloat16,stored=int8"
+WIDER_GROUPS = "head_topk/batch=5,vocab=67,hidden=6144,k=7,dtype=float16,bias=1,stored=float8_e4m3fn,groups=48"
 STAYS = {"evict_first": 1, "cached": 16}
 TAKEN = {"staged": 0, "dynamic": 25, "prefetch": 0}
 DEALT = {"staged": 1, "dynamic": 0, "prefetch": 0}
@@ -64,10 +70,15 @@ POINTS: tuple[tuple[str, str, dict[str, int]], ...] = (
     # Words in eight bits, beside hidden states in registers and in shared memory.
     ("head_rings", OCTETS, {**TAKEN, "tile_m": 16, "tile_n": 8, "blocks": 7, "stages": 3}),
     ("head_rings", OCTETS, {**DEALT, "tile_m": 8, "blocks": 5}),
+    ("head_rings", GROUPS, {**TAKEN, "tile_m": 16, "blocks": 4, "stages": 3}),
+    ("head_rings", GROUPS, {**DEALT, "tile_m": 16, "tile_n": 8, "blocks": 3, "stages": 2}),
+    ("head_rings", WIDE_GROUPS, {**DEALT, "tile_m": 8, "staged": 0, "blocks": 3}),
     # Parts of rows; hidden states in registers and in shared memory, where the last warp has a part of a row that ends
     # in the former.
     ("head_warp_rings", PARTS, {"tile_m": 8, "depth": 2, "staged": 0, "stages": 3, "blocks": 3, **STAYS}),
     ("head_warp_rings", PARTS, {"tile_m": 16, "tile_n": 8, "depth": 3, "staged": 2, "stages": 2, "blocks": 5}),
+    ("head_warp_rings", WIDE_OCTETS, {"tile_m": 16, "tile_n": 8, "depth": 3, "staged": 2, "stages": 2, "blocks": 3}),
+    ("head_warp_rings", WIDER_GROUPS, {"tile_m": 8, "depth": 2, "staged": 0, "stages": 3, "blocks": 2}),
     ("candidate_warp_rings", LISTS, {"tiles": 4, "depth": 2, "stages": 3}),
     ("candidate_warp_rings_product", LIST_PRODUCT, {"tiles": 4, "depth": 1, "stages": 2}),
 )

@@ -275,9 +275,13 @@ def test_screened_heads_are_exact(name: str, place: str) -> None:
         assert found.normaliser is not None and found.error is not None
         off = (found.normaliser - (scores / temperature).logsumexp(1)).abs()
         assert ((off <= found.error) | off.isnan()).all()
+    survivors = head.survivors
+    best, first = head.topk(hidden, 1), head_topk(hidden, embedding, 1, bias=bias, shard=(0, 2000))
+    torch.testing.assert_close(best.values, first[0], rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(best.indices, first[1])
     if place == "cpu":
-        assert head.calls == 2 and head.exact_calls == 0 and head.survivors is not None
-        most = int(head.survivors.max())
+        assert head.calls == 3 and head.exact_calls == 0 and survivors is not None
+        most = int(survivors.max())
         assert most == 2000 if name in MANY else most < 250
 
 

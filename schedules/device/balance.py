@@ -33,7 +33,7 @@ from tvm.script import tirx as T
 
 from tvm_sparse.core.phase import phase
 
-from .cluster import cluster_arrive, cluster_barrier, cluster_wait, peer_store
+from .cluster import cluster_arrive, cluster_barrier, cluster_wait, peer_store, place_in_grid
 from .state import Buffers, scalar
 
 put_sum = peer_store("put_sum", "float")
@@ -121,12 +121,8 @@ def deal_out(deal, strip_rows, two_axes, /, w, m, long):
         w.rank = 0
         w.ranks = 1
     else:
-        if deal.cluster > 1:
-            block = T.cluster_id([strips(strip_rows, m) * deal.clusters(long)])
-            place = T.cta_id_in_cluster([deal.cluster])
-        else:
-            block = T.cta_id([strips(strip_rows, m) * deal.units])
-            place = 0
+        block, place = T.meta_var(place_in_grid(
+            strips(strip_rows, m) * (deal.clusters(long) if deal.cluster > 1 else deal.units), deal.cluster))
         many: T.int32 = strips(strip_rows, m)
         w.strip = block % many
         cluster: T.int32 = block // many

@@ -24,6 +24,15 @@ from tvm_sparse.core.template import ceildiv
 TURN = 11
 
 
+def place_in_grid(groups: Any, cluster: int) -> tuple[Any, Any]:
+    """The number of a thread block's cluster among `groups`, and the thread block's own number in it; with clusters of
+    one thread block its number in the grid, and 0. For the beginning of a kernel: it declares the grid.
+    """
+    if cluster > 1:
+        return T.cluster_id([groups]), T.cta_id_in_cluster([cluster])
+    return T.cta_id([groups]), 0
+
+
 def peer_store(name: str, kind: str) -> Any:
     """A function (shared address, rank, value) that stores a `kind` there in the rank-th thread block of the cluster.
 

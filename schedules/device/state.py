@@ -45,6 +45,19 @@ def named(state: State) -> State:
     return state
 
 
+def in_vectors(buffer: tirx.Buffer, width: int) -> tirx.Buffer:
+    """`buffer`, if it begins with a whole vector of `width` of its elements in its pool of shared memory.
+
+    Raises
+    ------
+    ValueError
+        If accesses of such vectors would be misaligned.
+    """
+    if int(buffer.elem_offset) % width:
+        raise ValueError(f"{buffer.name} begins at element {buffer.elem_offset}: no whole vectors of {width}")
+    return buffer
+
+
 # A number, or a function that computes it from the static extents of a kernel; and the same for a dtype.
 Extent = int | Callable[[Any], int]
 Dtype = str | Callable[[Any], str]

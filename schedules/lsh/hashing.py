@@ -24,6 +24,7 @@ from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import ceildiv
 
 from ..device.arithmetic import is_nan
+from ..device.state import in_vectors
 from ..device.words import load_words, value_at
 from .extents import BANKS, HashExtents
 
@@ -56,9 +57,10 @@ def stage_row(e, /, s, hidden, first, t):
                         for q in T.unroll(e.copies):
                             s.row[element * e.copies + (q + element // apart) % e.copies] = s.vector[v]
                 else:
+                    row = T.meta_var(in_vectors(s.row, wide))
                     for q in T.unroll(e.vec // wide):
                         for v in T.vectorized(wide):
-                            s.row[((n * e.vectors + u) * e.threads + t) * e.vec + q * wide + v] = (
+                            row[((n * e.vectors + u) * e.threads + t) * e.vec + q * wide + v] = (
                                 s.vector[q * wide + v])
 
 

@@ -61,12 +61,14 @@ def locate(e, /, s, at, io):
 
 @phase
 def count_row(e, make_codes, code_of, /, s, at, io, t):
-    """All hits of a row. Counts are zero, and the cluster's thread blocks have arrived at a barrier that tells so.
+    """Count how many bands' buckets contain each word of this thread block, for one row.
 
-    `make_codes(s, at, io, t)` leaves the codes of the `many` bands from `begin` on in shared memory; it ends with what
-    the caller's barrier needs to find them by `code_of(s, i)`.
+    Before: all counts are 0, and the thread blocks of the cluster have arrived at the barrier that tells each other so.
+    `make_codes(s, at, io, t)` is a phase that computes the codes of the `many` bands from `begin` on. After the thread
+    block's next barrier `code_of(s, i)` is the code of the i-th of them.
 
-    Reads: tables, words. Writes: `cells`, of peers too. Barriers: some; ends with one of the cluster.
+    Reads: the tables, the words in their buckets. Writes: `cells`, of other thread blocks of the cluster too. Barriers:
+    two for each tile of bands; ends with one of the cluster, or of the thread block where it counts alone.
     """
     words = T.decl_buffer((io.bands * e.vocab,), "int32", data=io.words.data)
     if e.cluster > 1:

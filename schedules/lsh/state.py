@@ -18,18 +18,17 @@ def alloc_state(
     pool: Any = None,
     pool_at: int = 0,
 ) -> SimpleNamespace:
-    """Within a kernel: the buffers and registers of those phases that it has.
+    """Allocate, within a kernel, the buffers and registers of the phases that it has.
 
-    Dynamic shared memory is that of `pool`, a uint64 buffer, from its byte `pool_at` on; or their own.
+    A kernel has the phases whose extents are given. Their dynamic shared memory is part of `pool`, a uint64 buffer,
+    from byte `pool_at` on; without `pool` it is allocated here. It contains:
 
-    Shared, in dynamic shared memory:
-
-    ``row``     the row, as float32; the copies of an element side by side
-    ``places``  of units of a tile of bands
-    ``codes``   of a tile of bands, where they are read
+    ``row``     the row as float32, the copies of an element side by side
+    ``places``  for each unit of a tile of bands, the place of its largest element
+    ``codes``   the codes of a tile of bands
     ``spans``   buckets of all thread blocks of a cluster: the end in the high half, the beginning in the low one
-    ``cells``   hit counts, see `buckets`
-    ``bitmap``  of a list
+    ``cells``   hit counts of words (`buckets` says how they are packed)
+    ``bitmap``  a bit for each word of a list
     """
     room = Room.of(hashing, count, compact)
     if pool is None:

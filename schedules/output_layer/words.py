@@ -54,6 +54,11 @@ def stored_of(problem: OutputLayer) -> str:
     return problem.stored if isinstance(problem, HeadTopk) else ""
 
 
+def groups_of(problem: OutputLayer) -> int:
+    """Scales of a row of an embedding in eight bits, each of a group of columns; 0 if a row has one."""
+    return problem.groups if isinstance(problem, HeadTopk) else 0
+
+
 def writes_scores(problem: OutputLayer) -> bool:
     """Whether the scores of all words are an output, which takes the place of a workspace."""
     return isinstance(problem, HeadTopk) and bool(problem.logits)

@@ -289,7 +289,9 @@ def draw_by_thread(problem, /, io, row, t, barrier, needed):
 
 
 def on_gpu(problem: SoftmaxSample, threads: int, cluster: int = 1) -> Ending:
-    """What a CUDA kernel of softmax_topk ends with, whose rows have clusters of blocks of so many threads."""
+    """The ending of a CUDA kernel of softmax_topk: one warp draws the row's word, or, where no top-k limits the choice,
+    all `cluster` thread blocks of `threads` threads that have the row.
+    """
     if not problem.whole:
         return Ending(own_on_gpu, draw_by_warp(problem))
     blocks = Blocks(problem, threads, cluster)
@@ -297,5 +299,5 @@ def on_gpu(problem: SoftmaxSample, threads: int, cluster: int = 1) -> Ending:
 
 
 def on_cpu(problem: SoftmaxSample) -> Ending:
-    """What the CPU's function of softmax_topk ends with."""
+    """The ending of a CPU function of softmax_topk: the calling thread draws the row's word."""
     return Ending(own_on_cpu, draw_by_thread(problem))

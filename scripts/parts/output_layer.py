@@ -26,6 +26,14 @@ READ_ALL, AFTER = "read of the embedding", "after-product-h200"
 HEAD_COLD, HEAD_AGAIN = "head-cold-h200", "head-tiles-h200"
 TIMELINE, TIMELINE_AFTER = "timeline-h200", "timeline-after-product-h200"
 QUANTIZED = "quantized-heads-h200"
+DRAWS, BEST_WORDS = "head-draws-flashinfer-h200", "head_topk k=20"
+# Contenders of `scripts/head_draws.py` that a page shows, with their headings.
+OF_DRAWS = {
+    "head_sample": "a draw",
+    "head_sample, top_k=20": "with top_k=20",
+    "product + softmax_sample": "float32 product + `softmax_sample`",
+    "product + FlashInfer": "float32 product + FlashInfer's sampler",
+}
 # Contenders of `scripts/quantized_heads.py` that a page shows beside the head in bfloat16.
 OF_QUANTIZED = ("int8", "float8_e4m3fn", "int8, groups of 128", "bfloat16, allowed", "int8, allowed")
 TABLES = "lsh-tables-h200"
@@ -508,6 +516,21 @@ PARTS["timeline-after-product"] = partial(timeline, TIMELINE_AFTER, "held_rows",
 PARTS["timeline-head"] = partial(timeline, TIMELINE, "head_tiles", ("batch", "vocab", "hidden"))
 PARTS["timeline-lsh"] = partial(timeline, TIMELINE, "fused_step", ("beam",))
 PARTS["where-table4"] = partial(where, TABLE4)
+
+
+@part
+def head_draws() -> str:
+    """Draws from a head, and from a product's scores by two samplers, over the time of its best words."""
+    found: dict[tuple[str, str, str], dict[str, str]] = {}
+    for row in results(DRAWS).rows:
+        found.setdefault((row["rows"], row["vocab"], row["hidden"]), {})[row["implementation"]] = row["microseconds"]
+    lines = []
+    for (rows, vocab, hidden), each in found.items():
+        first = float(each[BEST_WORDS])
+        ratios = (f"{float(each[name]) / first:.2f}" if each.get(name) else "-" for name in OF_DRAWS)
+        lines.append([rows, f"{int(vocab):,} x {int(hidden):,}", us(first), *ratios])
+    head = ["rows", "words x columns", "the 20 best words, us", *OF_DRAWS.values()]
+    return f"{provenance(DRAWS)}; bfloat16; times as long as the best words.\n\n{table(head, lines)}"
 
 
 @part

@@ -208,13 +208,15 @@ def named(row: Row) -> str:
 def heads_table(rows: Iterable[Row], file: str) -> str:
     lines = [
         [named(row), f"{value(row, 'candidates'):,.0f}", f"{value(row, 'recall_12'):.3f}", us(value(row, "head_us")),
-         us(value(row, "step_us")), times_as(over(row, TORCH, file)), f"{over_exact(row, file):.2f}",
-         f"{value(row, 'words_per_second'):,.0f}", f"{value(row, 'bleu'):.2f} ± {value(row, 'bleu_interval'):.1f}",
-         signed(lost(row, file)), f"{value(row, 'p'):.3f}" if row["p"] else "-"]
+         us(value(row, "step_us")), percent(value(row, "head_share")), times_as(over(row, TORCH, file)),
+         f"{over_exact(row, file):.2f}", f"{value(row, 'words_per_second'):,.0f}",
+         f"{value(row, 'bleu'):.2f} ± {value(row, 'bleu_interval'):.1f}", signed(lost(row, file)),
+         f"{value(row, 'p'):.3f}" if row["p"] else "-",
+         f"{value(row, 'chrf'):.1f} ± {value(row, 'chrf_interval'):.1f}"]
         for row in rows
     ]  # fmt: skip
-    heads = ["head", "words multiplied", "recall@12", "us alone", "us a step", "over torch", "over exact",
-             "words a second", "BLEU", "lost", "p"]  # fmt: skip
+    heads = ["head", "words multiplied", "recall@12", "us alone", "us a step", "head's share", "over torch",
+             "over exact", "words a second", "BLEU", "lost", "p", "chrF"]  # fmt: skip
     return table(heads, lines)
 
 

@@ -189,8 +189,8 @@ def quantize_embedding(embedding: Any, dtype: str = "float8_e4m3fn", group: int 
         `"int8"`, whose errors are at most half a scale everywhere, or `"float8_e4m3fn"` (four bits of exponent, three
         of mantissa), whose errors are at most a sixteenth of the number.
     group
-        Columns with a scale of their own, which divide `hidden`; None: a scale a row. Only embeddings with a scale a
-        row have kernels that read eight bits on a GPU. Others are dequantised in parts.
+        Columns with a scale of their own, which divide `hidden`; None: a scale a row. Kernels for GPUs read eight bits
+        of groups of whole 64 columns; others are dequantised in parts.
 
     Raises
     ------

@@ -402,9 +402,8 @@ class BsrLinear(torch.nn.Module):
         self._kept = self._known = self._rows = None
         if self.data.device.type == "meta":
             return
-        rows, cols = self.block_shape
-        itemsize = self.data.element_size()
-        order, long, pattern = balanced(self.indptr, rows * cols * itemsize)
+        itemsize, block_cols = self.data.element_size(), self._padded[1] // self.block_shape[1]
+        order, long, pattern = balanced(self.indptr, self.indices, self.block_shape, block_cols, itemsize)
         self._structure = Structure(self._padded[1], long, pattern, tf32=self.precision is not None).packed()
         found = turned(self.indices, self.indptr, self._padded[1], self.block_shape, itemsize)
         self._turned_structure = found.structure

@@ -582,7 +582,7 @@ class LshHead:
         return known
 
     def _wanted(self, n: int, path: str | None) -> str:
-        """The path that a call requests, checked."""
+        """The path of a call for n words: `path`, or the head's own. Raises `ValueError` if it cannot be taken."""
         path = self.path if path is None else path
         if path not in PATHS:
             raise ValueError(f"path: expected one of {', '.join(PATHS)}, got {path!r}")

@@ -24,10 +24,11 @@ from ..operators.compaction.call import compaction
 from ..operators.edit_logits.call import soft_cap_of
 from ..operators.head_topk.call import FUSED_K, FUSED_ROWS, best_and_scores, head_topk
 from ..operators.head_topk.problem import WHOLE_WORDS
+from ..operators.logsumexp.call import logsumexp
 from ..operators.screen.call import screen
 from ..operators.screen.problem import MOST_GROUPS
 from ..operators.softmax_topk.call import softmax_topk
-from ..operators.softmax_topk.problem import CAPPED
+from ..operators.softmax_topk.problem import ABSOLUTE_LOG, CAPPED
 from ..operators.softmax_topk.shards import capped
 from ..runtime.calls import inverse_temperature, whole_number
 
@@ -192,10 +193,13 @@ class ScreenedHead:
         else:
             ranked = words.gather(1, softmax_topk(self._summed(hidden, words, cap, counts), k)[1])
         # The best words' scores, as `head_topk` sums and ranks them: equal ones in the order of the words.
-        words = ranked.int().sort(1).values
-        summed = self._summed(hidden, words, cap)
-        places = softmax_topk(summed, k)[1]
-        values, indices = summed.gather(1, places), words.gather(1, places).long()
+        if k == 1:
+            values, indices = self._summed(hidden, ranked.int(), cap), ranked.long()
+        else:
+            words = ranked.int().sort(1).values
+            summed = self._summed(hidden, words, cap)
+            places = softmax_topk(summed, k)[1]
+            values, indices = summed.gather(1, places), words.gather(1, places).long()
         if not normaliser:
             return Screened(values, indices)
         highest = torch.addmm(scores, norms, self.bounds)
@@ -253,11 +257,16 @@ class ScreenedHead:
         values: torch.Tensor,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The normaliser, with the k best words' own scores instead of those by int8, and the bound of its error.
+        """The normaliser, with the k best words' own scores instead of those by int8, and the bound of its error. The
+        arrays of scores and `highest` are overwritten.
 
         With S the sum of exponentials and U the sum of those of scores plus their bounds (`highest`), the true sum is
         at most U, and at least that of scores less their bounds, which is at least S^2 / U (Cauchy-Schwarz).
         """
-        found, most = ((each.scatter(1, indices, values) * scale).logsumexp(1) for each in (scores, highest))
-        rounded = UNIT * BESIDE * (1 + found.abs() + scale * values[:, 0].abs())
+        for each in (scores, highest):
+            each.scatter_(1, indices, values)
+            if scale != 1:
+                each.mul_(scale)
+        found, most = logsumexp(scores), logsumexp(highest)
+        rounded = 2 * ABSOLUTE_LOG + UNIT * BESIDE * (1 + found.abs() + scale * values[:, 0].abs())
         return found, most - found + rounded

@@ -31,6 +31,7 @@ from ..core.problem import ProblemError
 from ..records import Log, operator_of
 from ..records import space as files
 from ..records.predictor import Trees
+from ..schedules.vocabulary import present
 from ..tuning import strategies, training
 from ..tuning.domain import Domain
 from ..tuning.plans import BATCH, PROVEN_SHARE, TYPICAL, winners_nearby
@@ -92,7 +93,8 @@ class Recorded:
 def load(path: Path, logs: Path | None = None) -> Recorded:
     """Load the space of a file; `logs` has the records of similar problems, for their winners and the prior.
 
-    Records of the problem itself are not used.
+    Records of the problem itself are not used. Points have today's names and versions, with the times of when the space
+    was measured.
 
     Raises
     ------
@@ -106,11 +108,11 @@ def load(path: Path, logs: Path | None = None) -> Recorded:
     where = dataclasses.replace(
         machines.resolve(found.arch), name=str(facts.get("name", "")), cores=int(facts.get("cores", 1))
     )
-    domain = Domain.recorded(where, [trial.candidate for trial in found.trials])
+    trials = {_today(trial.candidate): trial for trial in found.trials}
+    domain = Domain.recorded(where, trials)
     trees = None if logs is None else _trees_without(found.problem, logs, found.arch)
     if trees is not None:
         domain = domain.with_prior(registry.parse(found.problem), trees)
-    trials = {trial.candidate: trial for trial in found.trials}
     rounds = [trials[point].seconds for point in domain.points]
     if not any(rounds):
         raise files.SpaceError(f"{path}: no point of the space was right")
@@ -125,6 +127,15 @@ def load(path: Path, logs: Path | None = None) -> Recorded:
     )
 
 
+def _today(candidate: Candidate) -> Candidate:
+    """A recorded point under the present names of its template and decisions, and of the present version."""
+    point = present(candidate)
+    try:
+        return dataclasses.replace(point, version=spaces.find(point.template).version)
+    except KeyError:  # no template has this name any more
+        return point
+
+
 @functools.lru_cache(maxsize=16)
 def _trees_without(key: str, logs: Path, arch: str) -> Trees | None:
     """A model of the operator's other problems, fitted like the one that ships; None if they are too few."""
@@ -136,7 +147,7 @@ def _trees_without(key: str, logs: Path, arch: str) -> Trees | None:
 def _before(
     key: str, where: Machine, domain: Domain, logs: Path | None
 ) -> tuple[Sequence[Candidate], Sequence[Candidate]]:
-    """`Recorded.start` and `proven`, of templates whose version is the same as when the space was measured."""
+    """`Recorded.start` and `proven`."""
     try:
         problem = registry.parse(key)
     except ProblemError:

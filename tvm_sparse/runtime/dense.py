@@ -48,9 +48,10 @@ class Product(Protocol):
 
 
 # Of PyTorch's dense product on an H200 in 16 bits, inputs hot, measured by scripts/block_products.py: operations
-# in a microsecond by the most rows of x, bytes of the weight in a microsecond, and microseconds of its launch.
+# in a microsecond by the most rows of x, bytes of the weight in a microsecond, by the most of these, of which up to the
+# first the L2 cache holds, and microseconds of its launch.
 DENSE_RATES = ((128, 500e6), (256, 690e6), (sys.maxsize, 830e6))
-DENSE_BYTES, DENSE_LAUNCH = 4.5e6, 2.7
+DENSE_BYTES, DENSE_LAUNCH = ((40_000_000, 5.6e6), (sys.maxsize, 4.5e6)), 2.7
 
 
 def operations(problem: Product) -> float:
@@ -62,7 +63,8 @@ def dense_time(problem: Product) -> float:
     """About how many microseconds the dense product takes."""
     rate = next(rate for most, rate in DENSE_RATES if problem.m <= most)
     weight = problem.k * problem.n
-    return DENSE_LAUNCH + max(2 * problem.m * weight / rate, 2 * weight / DENSE_BYTES)
+    brought = next(rate for most, rate in DENSE_BYTES if 2 * weight <= most)
+    return DENSE_LAUNCH + max(2 * problem.m * weight / rate, 2 * weight / brought)
 
 
 def is_known(dtype: str, machine: Machine) -> bool:

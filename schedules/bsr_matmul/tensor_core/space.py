@@ -106,10 +106,16 @@ LONG = 2048
 
 
 def default(problem: BsrMatmul, machine: Machine) -> Decisions:
-    """Tiles that won in searches on an H200, by rows of x: up to 8, up to 64, more.
+    """The point that won in searches on an H200, by m, the number of rows of x.
 
-    Up to 64 rows: warps share the blocks of a tile; eight, or four where neither rows of blocks are of different
-    lengths nor the tile is the only one nor rows are long. Beyond 64 rows: larger tiles, several beside each other.
+    ======  =======================  ==================================================================
+    m       tile (rows x words)      warps
+    ======  =======================  ==================================================================
+    to 8    8 x 16, or `of_one_strip`  8 or 16 share a tile's sum
+    to 64   16 x 32                  8 share a tile's sum; 4 where m > 8, block rows have similar lengths and
+                                     fewer than `LONG` stored elements
+    more    32 x 32                  2 share a tile's sum, beside 2 on another tile along m
+    ======  =======================  ==================================================================
     """
     table = space(problem, machine)
     tile_n = max(tile for tile in table["tile_n"] if tile <= 32)
@@ -145,10 +151,10 @@ def default(problem: BsrMatmul, machine: Machine) -> Decisions:
 
 
 def of_one_strip(problem: BsrMatmul, machine: Machine, table: Table) -> list[tuple[int, int, int, int]]:
-    """`tile_n`, `reduce_warps`, `depth` and `cluster` for up to 8 rows of x, the best first.
+    """`tile_n`, `reduce_warps`, `depth` and `cluster` for up to 8 rows of x, the best choice first.
 
-    If there are few tiles of the weight, 16 warps share one; a long row of a skewed structure is shared by a cluster.
-    If there are many, tiles of 32 rows are faster.
+    With at most 32 weight rows for each multiprocessor, 16 warps share a tile's sum, or, where lengths of block rows
+    are skewed, the thread blocks of a cluster. With more, tiles of 32 weight rows are faster.
     """
     skewed, few = problem.pattern == "skewed", problem.n <= 32 * machine.cores
     if few:

@@ -47,7 +47,7 @@ from . import space
 fused_step = in_phases(
     space,
     name="fused_step",
-    version=15,
+    version=16,
     operator="lsh_topk",
     summary="look-up beside the product of the frequent words, that of what is found, the best words: three kernels",
 )

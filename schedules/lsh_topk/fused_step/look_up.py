@@ -30,7 +30,7 @@ from tvm.script import tirx as T
 from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import ceildiv
 
-from ...device.cluster import cluster_arrive, cluster_wait, peer_store
+from ...device.cluster import cluster_arrive, cluster_wait, peer_store, place_in_grid
 from ...device.overlap import CACHE_LINE, wait_then_start_consumer
 from ...device.region import device_region
 from ...device.selection import FULL_WARP, scan_lanes
@@ -263,7 +263,7 @@ def vote(e, /, s, io):
 
 @phase
 def prefetch(e, /, s, io):
-    """Have the row of token `local` brought into the L2 cache."""
+    """Prefetch a row of the embedding, that of word `local`, into the L2 cache. Reads: `local`. Barriers: none."""
     for n in T.serial(ceildiv(e.hidden, CACHE_LINE // e.itemsize)):
         T.ptx.prefetch.global_.L2(io.embedding.ptr_to([s.local, n * (CACHE_LINE // e.itemsize)]))
 
@@ -333,11 +333,7 @@ def wait(e):
 
 
 def state(e: Extents, io: Any, t: Any) -> HashState:
-    many = io.lists * (e.beam * e.slices)
-    if e.cluster == 1:
-        work, rank = T.cta_id([many]), 0
-    else:
-        work, rank = T.cluster_id([many]), T.cta_id_in_cluster([e.cluster])
+    work, rank = place_in_grid(io.lists * (e.beam * e.slices), e.cluster)
     row = work // e.slices
     place = {"work_row": row, "work_list": row // e.beam, "slice": work % e.slices, "rank": rank}
     return HashState.alloc(e, e.hash_bytes, **place, t=t, warp=t // WARP, lane=t % WARP)

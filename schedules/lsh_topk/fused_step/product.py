@@ -421,7 +421,9 @@ def multiply(e, /, s, following, step, at):
 
 @phase
 def from_shared(e, /, s, job, following):
-    """All steps of a job, with hidden states from shared memory, brought a step ahead."""
+    """Multiply all steps of a job by hidden states that are in shared memory: those of the next step are loaded before
+    this step is multiplied. Barriers: none.
+    """
     steps, turn = T.meta_var(e.depth * e.octets), T.meta_var(4 * e.halves)
     bring = T.meta_var(bring_states(e))
     whole: T.uint32 = part_of_row(e, s, s.group, job)
@@ -435,7 +437,7 @@ def from_shared(e, /, s, job, following):
 
 @phase
 def from_registers(e, /, s, job, following):
-    """All steps of a job, with hidden states in registers."""
+    """Multiply all steps of a job by hidden states that registers hold. Barriers: none."""
     for step in T.unroll(e.depth * e.octets):
         multiply(e)(s, following, step, in_state(e, step // e.octets, step % e.octets))
 

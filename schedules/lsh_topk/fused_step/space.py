@@ -161,7 +161,7 @@ class Extents:
         """Arrays in shared memory of a thread block, in 4-byte elements, in the order in which they lie."""
         return {
             "spans": 2 * (self.counting.tile + self.spare),
-            "sent": SENT // 2 if self.cluster > 1 else 2,
+            "sent": SENT // 2 if self.cluster > 1 else 4,  # the row begins at a multiple of 16 bytes
             "cells": self.counting.cells,
             "row": self.hashing.row_words,
             "places": self.places,

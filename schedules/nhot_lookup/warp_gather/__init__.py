@@ -36,7 +36,7 @@ from . import space
 warp_gather = in_phases(
     space,
     name="warp_gather",
-    version=3,
+    version=4,
     operator="nhot_lookup",
     summary="a warp a tile of a row, several wide loads in flight a lane",
 )

@@ -23,7 +23,7 @@ from ...device.selection import FULL_WARP
 from ...device.state import Buffers, named, register, scalar
 from ...device.words import FILLERS, PTX_INDEX, load_element, load_words, stored_at, value_at
 from ...interface import gpu_program
-from .space import WARP, Extents
+from .space import MOST_TABLES, WARP, Extents
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,19 @@ class Place:
 
     lane: Any  # of the warp
     tile: Any  # which tile of the row
-    line: Any  # the row by the grid's count; beyond the last one for spare warps of the last thread block
-    row: Any  # the row that is read: `line`, or the last one
+    line: Any  # the row of the output by the grid's count; beyond the last one for spare warps of a last thread block
+    row: Any  # the row of the sparse matrix that is read: that of `line`, or of the last one
+    table: Any  # that it is looked up in
 
     @classmethod
-    def alloc(cls) -> Place:
+    def alloc(cls, table: Any = 0) -> Place:
         return named(
             cls(
                 lane=register("int32"),
                 tile=register("int32"),
                 line=register("int32"),
                 row=register("int64"),
+                table=table,
             )
         )
 
@@ -53,6 +55,8 @@ class Window(Buffers):
 
     column: Any = scalar()  # the entry's id
     value: Any = scalar("float32")
+    # Of the table's row, if it is stored in eight bits.
+    scale: Any = scalar("float32", when=lambda e: e.scaled)
 
 
 @dataclass(frozen=True)
@@ -99,8 +103,8 @@ class State:
                 guessed=T.alloc_local([2], e.index),
                 first=register(e.index),
                 last=register(e.index),
-                window=Window.alloc(),
-                next_window=Window.alloc(),
+                window=Window.alloc(e),
+                next_window=Window.alloc(e),
                 count=register("int32"),
                 guessed_column=register("int32"),
                 done=register("int32"),
@@ -126,15 +130,16 @@ class State:
 def kernel_body(e, /, io):
     """The kernel, as the body of `interface.gpu_program`."""
     guess_own_entries, load_row_ends = T.meta_var(guess_entries(e)), T.meta_var(read_row_ends(e))
-    each: T.let = io.nnz // bags(e, io)  # entries of a row if all have as many; counted on the host
+    # Entries of a row if all have as many; counted on the host.
+    each: T.let = io.nnz // (io.rows if e.tables == 1 else io.rows * e.tables)
     T.device_entry()
     if e.reads_ahead:
         start_consumer()  # a consumer kernel waits for this one whenever it starts
-    block = T.cta_id([T.Cast("int32", (bags(e, io) * e.row_tiles + (e.tiles - 1)) // e.tiles)])
+    block = T.meta_var(thread_blocks(e, io))
     t = T.thread_id([e.threads])
     s = T.meta_var(State.alloc(e))
-    at = T.meta_var(Place.alloc())
-    place_warps(e)(at, io, block, t)
+    at = T.meta_var(Place.alloc(block[1]))
+    place_warps(e)(at, io, block[0], t)
     for v in T.unroll(e.vec):
         s.acc[v] = nothing(e)
     if e.padded:
@@ -142,7 +147,8 @@ def kernel_body(e, /, io):
     if e.counts:
         s.real = 0
     if e.scaled:
-        s.filler = T.uint32(FILLERS.get((e.stored, "float16"), 0))
+        # No constant to the compiler, which would hold what it is combined with in registers instead.
+        s.filler = T.uint32(FILLERS.get((e.stored, "float16"), 0)) | T.Cast("uint32", io.rows >> T.int64(62))
 
     if e.reads_ahead:
         guess_own_entries(s, at, each)
@@ -167,14 +173,15 @@ def kernel_body(e, /, io):
     store_tile(e)(s, io, at)
 
 
-def bags(e: Extents, io: Any) -> Any:
-    """Rows of the sparse matrix: those of the output for each table."""
-    return io.rows if e.tables == 1 else io.rows * e.tables
-
-
-def table_of(io: Any, at: Place) -> Any:
-    """The table that the row is looked up in."""
-    return T.Cast("int64", at.row // io.rows)
+def thread_blocks(e: Extents, io: Any) -> tuple[Any, Any]:
+    """Which thread block of those for a table this is, and the table, for which the grid has a second axis: a division
+    would take as long as a tenth of a short row.
+    """
+    blocks = T.Cast("int32", (io.rows * e.row_tiles + (e.tiles - 1)) // e.tiles)
+    if 1 < e.tables <= MOST_TABLES:
+        return T.cta_id([blocks, e.tables])
+    both = T.cta_id([blocks * e.tables])
+    return (both, 0) if e.tables == 1 else (both % blocks, both // blocks)
 
 
 # ---- parts of phases -------------------------------------------------------------------------------
@@ -199,6 +206,8 @@ def load_window(e, /, s, io, begin, lane, window):
             s.real = s.real + T.Cast("int32", window.column != s.padding)
         if e.weighted:
             window.value = load_element(e.value, io.values.ptr_to([begin + T.Cast(e.index, lane)]))
+        if e.scaled:
+            T.ptx.ld.global_.f32(window.scale, io.scales.ptr_to([T.Cast("int64", window.column)]))
 
 
 def held_by(s: State, u: Any, whole: bool) -> Any:
@@ -219,9 +228,11 @@ def choose_row(e, /, s, u, b, lane, column, whole):
 
 @phase
 def choose_weight(e, /, s, u, whole):
-    """`weight` of load `u`, if entries have values."""
+    """`weight` of load `u`, if entries have values, and `scale`, if rows have."""
     if e.weighted:
         s.weight[u] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.window.value, held_by(s, u, whole), 32, 32)
+    if e.scaled:
+        s.scale[u] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.window.scale, held_by(s, u, whole), 32, 32)
 
 
 def row_address(e: Extents, s: State, u: Any, io: Any, at: Place) -> Any:
@@ -235,8 +246,6 @@ def row_address(e: Extents, s: State, u: Any, io: Any, at: Place) -> Any:
 def load_row(e, /, s, u, io, at):
     """Begin load `u`: this lane's columns of `table_row[u]`, into `raw`."""
     load_words(e.load_bytes, s.raw, u * e.words, s.small, row_address(e, s, u, io, at))
-    if e.scaled:
-        T.ptx.ld.global_.f32(s.scale[u], io.scales.ptr_to([T.Cast("int64", s.table_row[u])]))
 
 
 def nothing(e: Extents) -> Any:
@@ -292,8 +301,12 @@ def gather_batch(e: Extents) -> Phase:
     def phase(s, io, at, b, whole):
         for u in T.unroll(e.loads):
             choose(s, u, b, at.lane, s.window.column, whole)
-            weigh(s, u, whole)
+            if not e.scaled:
+                weigh(s, u, whole)
             load(s, u, io, at)
+        if e.scaled:  # scales come no sooner than the rows
+            for u in T.unroll(e.loads):
+                weigh(s, u, whole)
         add(s, whole)
     return phase
 
@@ -311,7 +324,9 @@ def place_warps(e, /, at, io, block, t):
     at.lane = t % WARP
     at.line = (block * e.tiles + t // WARP) // e.row_tiles
     at.tile = (block * e.tiles + t // WARP) % e.row_tiles
-    at.row = T.min(T.Cast("int64", at.line), bags(e, io) - 1)
+    at.row = T.min(T.Cast("int64", at.line), io.rows - 1)
+    if e.tables > 1:
+        at.row = at.row + at.table * io.rows
 
 
 @phase
@@ -320,7 +335,7 @@ def find_own_table(e, /, s, io, at):
 
     Reads: `first_rows`. Writes: `base`, `padding`. Barriers: none.
     """
-    T.ptx.ld.global_.s32(s.base, io.first_rows.ptr_to([table_of(io, at)]))
+    T.ptx.ld.global_.s32(s.base, io.first_rows.ptr_to([at.table]))
     if e.padded:
         s.padding = s.padding + s.base
 
@@ -493,12 +508,12 @@ def finished(e: Extents, s: State, v: Any) -> Any:
 
 def out_row(e: Extents, io: Any, at: Place) -> Any:
     """The row of the output that has the row's result."""
-    return at.row if e.tables == 1 else at.row % io.rows
+    return at.row if e.tables == 1 else at.line
 
 
 def out_column(e: Extents, io: Any, at: Place, column: Any) -> Any:
     """The place of a column of it there, beside those of other tables."""
-    return column if e.tables == 1 else table_of(io, at) * e.width + column
+    return column if e.tables == 1 else T.Cast("int64", at.table) * e.width + column
 
 
 @phase
@@ -512,7 +527,7 @@ def store_tile(e, /, s, io, at):
     spare_warps = T.meta_var(not e.reads_ahead or e.row_tiles % e.tiles != 0)
     together = T.meta_var(e.stored_together)
     column = T.meta_var((at.tile * e.lanes + at.lane) * e.vec)
-    if at.lane < e.lanes and (not spare_warps or T.Cast("int64", at.line) < bags(e, io)):
+    if at.lane < e.lanes and (not spare_warps or T.Cast("int64", at.line) < io.rows):
         if not (not e.reads_ahead or e.ragged) or column < e.width:
             for v in T.unroll(e.vec):
                 s.result[v] = T.Cast(e.dtype, finished(e, s, v))

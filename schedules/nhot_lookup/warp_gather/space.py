@@ -22,6 +22,8 @@ TILES = powers(1, 8)
 # A row of up to LONG_ROW entries takes at most MAX_ROUNDS rounds, each of which waits for memory once. A longer row
 # needs as many entries at once as LONG_ROW entries do.
 LONG_ROW, MAX_ROUNDS = 512, 32
+# Most thread blocks along the second axis of a grid.
+MOST_TABLES = 65535
 # Bytes that a lane has in flight up to which a thread block has several tiles by default, where there are more tiles
 # than thread blocks that the multiprocessors hold at once: 6,597 rows of 1,426 columns, in loads of 8 bytes, took half
 # as long on an H200 (`scripts/regret.py`).

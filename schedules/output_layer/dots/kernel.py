@@ -26,6 +26,7 @@ from ..words import (
     best_of,
     block_of,
     candidates_of,
+    groups_of,
     most_words,
     rows_shape,
     stored_of,
@@ -81,7 +82,9 @@ def number(problem: OutputLayer, io: Any, word: Any, column: Any) -> Any:
     """A number of the embedding, as float32."""
     stored = stored_of(problem)
     if stored:
-        return word_number(stored, io.embedding[word, column])
+        found = word_number(stored, io.embedding[word, column])
+        groups = groups_of(problem)
+        return found * io.group_scales[word, column // (problem.hidden // groups)] if groups else found
     return load_element(problem.dtype, io.embedding.ptr_to([word, column]))
 
 
@@ -110,7 +113,7 @@ def score_words(problem, /, io, scores):
                 # Not `T.cuda.warp_sum`: with the block's sum of the second kernel it would be defined twice.
                 for b in T.unroll(5):
                     total = total + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), total, 1 << b, 32, 32)
-                if stored_of(problem) != "":
+                if stored_of(problem) != "" and not groups_of(problem):
                     total = total * io.scales[word]
                 if has_cap(io):
                     total = head_capped(io, total)

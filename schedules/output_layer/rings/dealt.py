@@ -21,6 +21,7 @@ from ..tiles.product import (
     Place,
     bring_scales,
     bring_states,
+    end_step,
     finish_scores,
     join_tiles,
     load_states,
@@ -74,6 +75,7 @@ def multiply(e, /, io, s, p):
         bring_words(e)(s, p, 0, step)
         bring_states(e)(s, p, step)
         multiply_step(e)(s, step)
+        end_step(e)(io, s, p, step)
 
 
 @phase

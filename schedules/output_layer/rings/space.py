@@ -26,12 +26,13 @@ from ..tiles.sizes import (
     likely_cached,
     no_room,
     require_bulk_copies,
+    require_octets,
     require_tiles,
     ring_allowed,
     tile_rows,
     word_bytes,
 )
-from ..words import OutputLayer, candidates_of, lists_of, most_words, stored_of, writes_scores
+from ..words import OutputLayer, candidates_of, lists_of, most_words, stored_of
 
 # Stages of the ring: more were never faster with 16-bit numbers. With 8-bit ones the number of stages is a decision:
 # while warps convert a tile, which takes them longer, loads of other tiles are in flight.
@@ -52,10 +53,7 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
     require_tiles(problem, machine, eight_bits=True)
     require_bulk_copies(machine)
     halves, stored = numpy_dtype(problem.dtype).itemsize == 2, stored_of(problem)
-    if stored and not halves:
-        raise NotApplicable(f"multiplies {stored} with hidden states of 16 bits")
-    if writes_scores(problem) and problem.vocab % max(TILE_N):
-        raise NotApplicable(f"rows of scores of {problem.vocab} words are no whole tiles of {max(TILE_N)}")
+    require_octets(problem)
     # For no more than eight rows a fragment has twice as many, which leaves room for more of each token.
     tile_m = tile_rows(problem, 16 if halves and is_large(problem) else 8)
     table = {

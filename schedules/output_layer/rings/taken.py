@@ -46,6 +46,7 @@ from ..tiles.product import (
     add_parts,
     bring_scales,
     bring_states,
+    end_step,
     join_tiles,
     load_states,
     load_vector,
@@ -254,6 +255,7 @@ def multiply(e, /, io, s, p, tops, factor):
             weigh_scores(e)(io, s, p, tops, factor)
         bring_states(e)(s, p, step)
         multiply_step(e)(s, step)
+        end_step(e)(io, s, p, step)
 
 
 @phase

@@ -31,6 +31,7 @@ from ..words import (
     best_of,
     block_of,
     candidates_of,
+    groups_of,
     most_words,
     rows_shape,
     stored_of,
@@ -104,7 +105,7 @@ def multiply(problem: OutputLayer, decisions: Decisions) -> Phase:
     ahead, dots = decisions["prefetch"], bool(decisions["dots"])
     # Columns of a step, and those of a cache line.
     step, line = llvm_ir.PAIRED if dots else simd, llvm_ir.LINE // word_size(problem)
-    hidden, stored = problem.hidden, stored_of(problem)
+    hidden, row_scales = problem.hidden, stored_of(problem) != "" and not groups_of(problem)
     exact_head = isinstance(problem, HeadTopk)
     static = None if exact_head else most_words(problem)
 
@@ -134,8 +135,7 @@ def multiply(problem: OutputLayer, decisions: Decisions) -> Phase:
     def add_products(part, m, embedding, word, rows, column, size):
         """Add the products of `size` columns to the first `size` elements of a vector of sums."""
         for lane in T.vectorized(size):
-            part[m, lane] = part[m, lane] + word_number(stored, embedding[word, column + lane]) * T.Cast(
-                "float32", rows[m, column + lane])
+            part[m, lane] = part[m, lane] + embedding[word, column + lane] * T.Cast("float32", rows[m, column + lane])
 
     @T.inline
     def add_dots(part, m, embedding, word, rows, column):
@@ -165,8 +165,8 @@ def multiply(problem: OutputLayer, decisions: Decisions) -> Phase:
     @T.inline
     def store(n, part, word, io, target, rows, index, first, positions, row):
         for m in range(tile_m):
-            join(part, m, io.embedding, word, rows)
-            if stored != "":
+            join(part, m, Words(io), word, rows)
+            if row_scales:
                 part[m, 0] = part[m, 0] * io.scales[word]
             if has_cap(io):
                 part[m, 0] = head_capped(io, part[m, 0], tanh_relative)
@@ -187,7 +187,7 @@ def multiply(problem: OutputLayer, decisions: Decisions) -> Phase:
     def phase(io, target):
         positions = T.meta_var(io.vocab if exact_head else T.int64(static))
         tiles = T.meta_var((positions + T.int64(tile_n - 1)) // T.int64(tile_n))
-        embedding = T.meta_var(bits_of(io.embedding) if dots else io.embedding)
+        embedding = T.meta_var(bits_of(io.embedding) if dots else Words(io))
         states = T.meta_var(bits_of(io.hidden) if dots else io.hidden)
         for tile in T.parallel(io.lists * tiles):
             with T.sblock("words"):
@@ -218,6 +218,20 @@ def multiply(problem: OutputLayer, decisions: Decisions) -> Phase:
                     of_each(store, parts, words, io, target, numbers, index, first, positions, strip * tile_m)
     # fmt: on
     return phase
+
+
+class Words:
+    """Numbers of the embedding in float32, times the scales of their groups of columns, if they have any."""
+
+    def __init__(self, io: Any) -> None:
+        self._io, self._stored, self._groups = io, stored_of(io.problem), groups_of(io.problem)
+
+    def __getitem__(self, at: tuple[Any, Any]) -> tirx.PrimExpr:
+        word, column = at
+        number = word_number(self._stored, self._io.embedding[word, column])
+        if not self._groups:
+            return number
+        return number * self._io.group_scales[word, column // (self._io.problem.hidden // self._groups)]
 
 
 class Row:

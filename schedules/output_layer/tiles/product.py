@@ -39,7 +39,7 @@ from ..best.state import add_pair
 from ..lists import count_words, find_word
 from ..scales import factor_at, factors_of, has_cap, head_capped
 from ..words import at_row
-from .sizes import Extents
+from .sizes import GROUPS_IN_HAND, STEP_COLUMNS, Extents
 
 load_vector = T.ptx.ld.global_.v4.u32
 load_shared = T.ptx.ld.shared.v4.u32
@@ -97,7 +97,11 @@ class State(Buffers):
     # `device.words`); and the scale of the token whose scores a thread finishes.
     octets: Any = local("uint32", lambda e: e.word_groups * 4, when=lambda e: e.stored)
     filler: Any = local("uint32", when=lambda e: e.stored)
-    factor: Any = local("float32", when=lambda e: e.stored)
+    factor: Any = local("float32", when=lambda e: e.stored and not e.scale_groups)
+    # Sums of the groups of columns so far, each times its scale; and scales of the tokens of a lane's sums, of the
+    # group in hand and the next one.
+    totals: Any = local("float32", lambda e: e.sums_each, when=lambda e: e.scale_groups)
+    factors: Any = local("float32", lambda e: GROUPS_IN_HAND * e.scales_each, when=lambda e: e.scale_groups)
     # Sums of all pairs of fragments, four a pair.
     sums: Any = local("float32", lambda e: e.sums_each)
     # For each score that a thread finishes in every tile: the largest so far, and the sum of exponentials relative to
@@ -473,7 +477,7 @@ def add_parts(e, /, io, s, p, half, scores, row, position):
         s.score[0] = s.score[0] + s.parts[
             ((half * e.reduce_warps + w) * e.tile_m + row) * e.pitch + p.t % e.tile_n]
     if position < s.words[0]:
-        if e.stored != "":
+        if e.stored != "" and not e.scale_groups:
             s.score[0] = s.score[0] * s.factor[0]
         if has_cap(io):
             s.score[0] = head_capped(io, s.score[0])
@@ -491,13 +495,60 @@ def add_parts(e, /, io, s, p, half, scores, row, position):
 @phase
 def bring_scales(e, /, io, s, p):
     """Load the scale of the token whose scores a thread finishes, which is the same for all its rows. Nothing waits for
-    it before the sums of the tile.
+    it before the sums of the tile. Where groups of columns have scales, load those of the first groups.
 
-    Reads: `tile`; the scales. Writes: `factor`, where tokens are in eight bits. Barriers: none.
+    Reads: `tile`; the scales. Writes: `factor` or `factors`, where tokens are in eight bits. Barriers: none.
     """
-    if e.stored != "":
+    if e.scale_groups > 0:
+        for group in T.unroll(min(GROUPS_IN_HAND, e.steps // e.group_steps)):
+            bring_group(e)(io, s, p, group)
+    elif e.stored != "":
         s.factor[0] = load_element(
             "float32", io.scales.ptr_to([T.min(s.tile[0] * e.tile_n + p.t % e.tile_n, io.vocab - 1)]))
+
+
+def scale_of(e: Extents, f: Any, g: Any, i: Any) -> Any:
+    """Which of a lane's scales is that of the token of a sum."""
+    return g * 2 + i % 2 if e.words_second else f * 2 + i // 2
+
+
+@phase
+def bring_group(e, /, io, s, p, group):
+    """Load the scales of a warp's group of columns, of the tokens of a lane's sums.
+
+    Reads: `tile`; the scales. Writes: `factors`. Barriers: none.
+    """
+    for n in T.unroll(e.scales_each):
+        token = T.meta_var(of_word(e, p, n // 2, n // 2, n % 2 if e.words_second else n % 2 * 2))
+        word = T.meta_var(T.min(s.tile[0] * e.tile_n + token, io.vocab - 1))
+        first = T.meta_var((p.warp * e.steps + group * e.group_steps) * STEP_COLUMNS)
+        s.factors[group % GROUPS_IN_HAND * e.scales_each + n] = load_element(
+            "float32", io.group_scales.ptr_to([word, T.min(first // e.group_columns, e.scale_groups - 1)]))
+
+
+@phase
+def end_step(e, /, io, s, p, step):
+    """Behind the last step of a group of columns with scales of its own: add its sums, times these.
+
+    Reads: `sums`, `factors`. Writes: `totals`, and empty `sums`, after the last group all in `sums`; `factors` of the
+    group after the next one. Barriers: none.
+    """
+    if e.scale_groups > 0:
+        if (step + 1) % e.group_steps == 0:
+            group = T.meta_var(step // e.group_steps)
+            for f in T.unroll(e.a_groups // 2):
+                for g in T.unroll(e.b_groups):
+                    for i in T.unroll(4):
+                        at = (f * e.b_groups + g) * 4 + i
+                        s.sums[at] = s.sums[at] * s.factors[
+                            group % GROUPS_IN_HAND * e.scales_each + scale_of(e, f, g, i)]
+                        if group > 0:
+                            s.sums[at] = s.sums[at] + s.totals[at]
+                        if step + 1 < e.steps:
+                            s.totals[at] = s.sums[at]
+                            s.sums[at] = T.float32(0)
+            if (group + GROUPS_IN_HAND) * e.group_steps < e.steps:
+                bring_group(e)(io, s, p, group + GROUPS_IN_HAND)
 
 
 @T.inline

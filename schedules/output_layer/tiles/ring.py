@@ -46,7 +46,7 @@ class RingState(State):
     policy
         The L2 cache's, for tokens that leave it first.
     shown
-        Shared: what becomes `filler`.
+        Shared: what becomes `filler`, of each ring.
     """
 
     slot: Any = local("int32")
@@ -57,7 +57,7 @@ class RingState(State):
     later: Any = local("int32")
     done: Any = local("uint32")
     policy: Any = local("uint64")
-    shown: Any = shared("uint32", when=lambda e: e.stored)
+    shown: Any = shared("uint32", lambda e: e.rings, when=lambda e: e.stored)
     full: Any = shared("uint64", lambda e: e.rings * e.stages)
     ring: Any = pooled("uint32", lambda e: e.ring_bytes // 4, lambda e: e.ring_at // 4)
 
@@ -79,7 +79,7 @@ def init_ring(e, /, s, p):
             T.ptx.mbarrier.init.shared__cta.b64(s.full.ptr_to([stage_at(e, p, i)]), T.uint32(1))
         T.ptx.fence.mbarrier_init.release.cluster()
         if filler > 0:
-            s.shown[0] = T.uint32(filler)
+            s.shown[0 if e.whole else p.t // 32] = T.uint32(filler)
     if e.evict_first > 0:
         T.ptx.createpolicy.fractional.L2__evict_first.b64(s.policy[0])
     if e.whole:
@@ -88,7 +88,7 @@ def init_ring(e, /, s, p):
         T.cuda.warp_sync()
     # Through memory, so that the compiler does not know it, and keeps it in a register.
     if filler > 0:
-        T.ptx.ld.shared.u32(s.filler[0], s.shown.ptr_to([0]))
+        T.ptx.ld.shared.u32(s.filler[0], s.shown.ptr_to([0 if e.whole else p.t // 32]))
 
 
 @T.inline
@@ -130,12 +130,12 @@ def bring_words(e: Extents) -> Phase:
         return bring_octets(e)
 
     def vector(p: Place, part: Any, step: Any, h: Any) -> Any:
-        """Which vector of its row a lane has in half a step."""
+        """The number, within its row, of the vector that a lane loads in the h-th half of a step."""
         return vector_of(e, p, part * e.stage_steps + step, h)
 
     def of_stage(p: Place, part: Any, step: Any, h: Any) -> Any:
-        """The same, counted from the beginning of a stage's part of the row. Behind a whole row lies the next one, or
-        another tile that is being copied.
+        """The same, counted from the beginning of the part of the row that a stage holds. Where that is the whole row,
+        what follows it is another row, or a tile that is still being copied: the last vector is loaded again instead.
         """
         if not e.whole:
             return step * 8 + h * 4 + p.member
@@ -160,14 +160,16 @@ def bring_words(e: Extents) -> Phase:
 
 @phase
 def bring_octets(e, /, s, p, part, step):
-    """`bring_words` for whole rows of tokens in eight bits: a lane has one vector of a step, twice as many columns."""
+    """`bring_words` for tokens in eight bits: a lane has one vector of a step, twice as many columns."""
     vectors = T.meta_var(e.word_row // VECTOR)
-    vector = T.meta_var((p.warp * e.steps + step) * 4 + p.member)
+    vector = T.meta_var((p.warp * e.steps + part * e.stage_steps + step) * 4 + p.member)
+    # Behind a whole row lies the next one, or another tile that is being copied.
+    of_stage = T.meta_var(T.min(vector, vectors - 1) if e.whole else step * 4 + p.member)
     for n in T.unroll(e.word_groups):
-        row = T.meta_var(s.slot[0] * e.tile_n + n * 8 + row_of_group(e, p.group))
+        row = T.meta_var(stage_at(e, p, s.slot[0]) * e.tile_n + n * 8 + row_of_group(e, p.group))
         load_shared(
             s.octets[n * 4], s.octets[n * 4 + 1], s.octets[n * 4 + 2], s.octets[n * 4 + 3],
-            s.ring.ptr_to([row * (e.ring_pitch // 4) + T.min(vector, vectors - 1) * 4]))
+            s.ring.ptr_to([row * (e.ring_pitch // 4) + of_stage * 4]))
         for v in T.unroll(4):
             if e.uneven:
                 if vector >= vectors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,18 @@ from tvm_sparse.core.template import Decisions, Launch, NotApplicable, ceildiv, 
 from tvm_sparse.operators.head_topk.problem import word_size
 
 from ..best.sizes import STATIC_SHARED, VECTOR, TileSearchSizes, dynamic_shared, require_ranks, search_allowed
-from ..words import OutputLayer, best_of, block_of, candidates_of, draws_one, lists_of, most_words, stored_of
+from ..words import (
+    OutputLayer,
+    best_of,
+    block_of,
+    candidates_of,
+    draws_one,
+    groups_of,
+    lists_of,
+    most_words,
+    stored_of,
+    writes_scores,
+)
 
 # Vectors of hidden states that a thread holds if they are float32: the compiler also holds their parts.
 MAX_SPLIT = 4
@@ -42,6 +54,9 @@ PREFETCHED = 12 * 2**20
 CACHED = (0, 16, 24, 32, 8)
 # Bytes of the part of a row that a warp multiplies in one step: a cache line.
 STEP = 128
+# Columns of a step, in 16 bits, and groups of columns whose scales a lane has in hand: those of the next one are loaded
+# while one is multiplied.
+STEP_COLUMNS, GROUPS_IN_HAND = STEP // 2, 2
 # Floats between the rows of a tile's sums in shared memory beyond its tokens: keeps lanes off each other's banks.
 PAD = 4
 # Tiles that a thread block has in hand, at most, where each has a warp of its own.
@@ -83,6 +98,17 @@ def require_bulk_copies(machine: Machine) -> None:
     """NotApplicable unless rings can be filled."""
     if not machine.has_clusters:
         raise NotApplicable(f"{machine.arch} has no bulk copies, which fill rings")
+
+
+def require_octets(problem: OutputLayer) -> None:
+    """NotApplicable for an embedding in eight bits, or scores of all words, that rings do not fit."""
+    stored, groups = stored_of(problem), groups_of(problem)
+    if stored and numpy_dtype(problem.dtype).itemsize != 2:
+        raise NotApplicable(f"multiplies {stored} with hidden states of 16 bits")
+    if groups and problem.hidden // groups % STEP_COLUMNS:
+        raise NotApplicable(f"groups of {problem.hidden // groups} columns are no whole steps of {STEP_COLUMNS}")
+    if writes_scores(problem) and problem.vocab % max(TILE_N):
+        raise NotApplicable(f"rows of scores of {problem.vocab} words are no whole tiles of {max(TILE_N)}")
 
 
 def no_room(problem: OutputLayer) -> NotApplicable:
@@ -197,8 +223,9 @@ class Extents(TileSizes):
         Rows of a list; 0 of the exact head, whose batch may be any.
     draws
         Whether a token is drawn: then the first kernel writes sums of tiles, and no scores.
-    stored
-        The dtype of tokens in eight bits; empty of those in the dtype of the hidden states.
+    stored, scale_groups
+        The dtype of tokens in eight bits; empty of those in the dtype of the hidden states. Scales of a token, each of
+        a group of columns; 0: it has one.
     vectors
         16-byte vectors of a hidden state.
     list_tiles
@@ -234,6 +261,7 @@ class Extents(TileSizes):
     cached: int = 0
     draws: bool = False
     stored: str = ""
+    scale_groups: int = 0
 
     @classmethod
     def of(cls, problem: OutputLayer, decided: Decisions) -> Extents:
@@ -248,6 +276,7 @@ class Extents(TileSizes):
             beam=lists_of(problem)[1] if candidates_of(problem) else 0,
             draws=draws_one(problem),
             stored=stored_of(problem),
+            scale_groups=groups_of(problem),
             vectors=problem.hidden * numpy_dtype(problem.dtype).itemsize // VECTOR,
             list_tiles=ceildiv(most_words(problem), decided["tile_n"]),
             **decided,
@@ -256,7 +285,7 @@ class Extents(TileSizes):
     @property
     def steps(self) -> int:
         """Steps of a warp along a row; in a ring of parts of rows those of whole stages."""
-        each = max(self.depth, 1) if self.stages else 1
+        each = max(self.line_steps * self.depth, 1) if self.stages else 1
         return ceildiv(self.vectors, 8 * self.reduce_warps * each) * each
 
     # Threads of a block of the first kernel.
@@ -273,6 +302,15 @@ class Extents(TileSizes):
     a_groups = extents_extent(lambda e: e.row_groups if e.words_second else e.word_groups)
     # Groups of eight rows of operand B: each is a fragment.
     b_groups = extents_extent(lambda e: e.word_groups if e.words_second else e.row_groups)
+    # Steps of a cache line of a token's row.
+    line_steps = extents_extent(lambda e: 2 if e.stored else 1)
+    # Columns that share a scale, where a row has several; steps after which a warp's sums are multiplied by one; and
+    # scales of a step that a lane has in hand, of the tokens of its sums.
+    group_columns = extents_extent(lambda e: e.hidden // max(e.scale_groups, 1))
+    group_steps = extents_extent(
+        lambda e: math.gcd(e.group_columns // STEP_COLUMNS, e.steps) if e.scale_groups else e.steps
+    )
+    scales_each = extents_extent(lambda e: e.word_groups * 2 if e.words_second else e.word_groups)
     # Steps of tokens in registers.
     in_hand = extents_extent(lambda e: 1 if e.stages else e.depth)
     # Whether a stage has whole rows.
@@ -280,7 +318,7 @@ class Extents(TileSizes):
     # Rings of a thread block: one, or one a warp.
     rings = extents_extent(lambda e: 1 if e.whole else e.product_threads // 32)
     # Steps of a warp in a stage.
-    stage_steps = extents_extent(lambda e: e.steps if e.whole else e.depth)
+    stage_steps = extents_extent(lambda e: e.steps if e.whole else e.line_steps * e.depth)
     # Stages of a tile.
     parts = extents_extent(lambda e: e.steps // e.stage_steps)
     # Bytes of a token's row.
@@ -307,6 +345,7 @@ class Extents(TileSizes):
         states = self.held_steps * self.row_groups * 8
         split = 6 * self.row_groups + 12 if self.dtype == "float32" else 0
         operands = self.in_hand * self.tile_n + states + split + (4 * self.word_groups if self.stored else 0)
+        operands += self.sums_each + GROUPS_IN_HAND * self.scales_each if self.scale_groups else 0
         return operands + self.sums_each + self.word_groups * 10 + 3 * self.pairs_each
 
     # Scores of a tile that a thread of the first kernel finishes.

@@ -20,12 +20,13 @@ from ...device.mbarriers import arrive_expecting
 from ...device.overlap import wait_then_start_consumer
 from ...device.region import device_region
 from ...device.words import held_address
-from ..best.sizes import VECTOR
 from ..lists import find_word, load_name, named_word
 from ..tiles import program as tiles
 from ..tiles.product import (
     Place,
+    bring_scales,
     bring_states,
+    end_step,
     finish_tile,
     join_tiles,
     load_states,
@@ -72,7 +73,7 @@ def ask(e, /, io, s, p):
     Writes: those, for the stage after; `ring`, asynchronously.
     Barriers: of the warp, before the copies: nothing may still be read of the stage that they overwrite.
     """
-    most, row = T.meta_var(e.depth * STEP), T.meta_var(e.vectors * VECTOR)
+    most, row = T.meta_var(e.depth * STEP), T.meta_var(e.word_row)
     if s.asked[0] < s.end[0]:
         column: T.int32 = (p.warp * e.parts + s.part[0]) * most
         # The last part of a row may be shorter, or empty.
@@ -106,6 +107,7 @@ def product(e: Extents) -> Phase:
     @T.inline
     def multiply(io, s, p):
         """The products of a tile, a stage after the other."""
+        bring_scales(e)(io, s, p)
         for i in T.unroll(e.sums_each):
             s.sums[i] = T.float32(0)
         for part in loop(e.parts):
@@ -114,6 +116,7 @@ def product(e: Extents) -> Phase:
                 bring_words(e)(s, p, part, step)
                 bring_states(e)(s, p, part * e.stage_steps + step)
                 multiply_step(e)(s, part * e.stage_steps + step)
+                end_step(e)(io, s, p, part * e.stage_steps + step)
             # All lanes have read the stage: the barrier in `ask`.
             ask(e)(io, s, p)
             next_stage(e)(s)

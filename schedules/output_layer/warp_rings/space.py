@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv
+from tvm_sparse.operators.head_topk.problem import word_size
 
 from ..best.sizes import MAX_DIRECT, THREADS, VECTOR
 from ..registers.space import allowed as allowed_in_registers
@@ -17,6 +18,7 @@ from ..tiles.sizes import (
     BOTH,
     CACHED,
     NARROW,
+    STEP,
     TILE_N,
     WIDE,
     Extents,
@@ -25,11 +27,12 @@ from ..tiles.sizes import (
     likely_cached,
     no_room,
     require_bulk_copies,
+    require_octets,
     require_tiles,
     ring_allowed,
     tile_rows,
 )
-from ..words import OutputLayer, best_of, candidates_of, lists_of, most_words
+from ..words import OutputLayer, best_of, candidates_of, lists_of, most_words, stored_of
 
 # Tiles of a thread block, each with a warp of its own. Rings fill shared memory, so that not all are powers of two.
 TILES = (4, 6, 8, 10, 12)
@@ -52,8 +55,9 @@ def extents(problem: OutputLayer, decisions: Decisions) -> Extents:
 
 
 def space(problem: OutputLayer, machine: Machine) -> Table:
-    require_tiles(problem, machine)
+    require_tiles(problem, machine, eight_bits=True)
     require_bulk_copies(machine)
+    require_octets(problem)
     threads = THREADS if best_of(problem) else THREADS[:1]
     if candidates_of(problem):
         if lists_of(problem)[1] > 1:
@@ -61,8 +65,9 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
         table = {"tiles": TILES, "depth": DEPTH, "blocks": grid_sizes(problem, machine)}
         table |= {"threads": threads, "stages": STAGES}
     else:
-        if (size := numpy_dtype(problem.dtype).itemsize) != 2 or problem.hidden * size <= WIDE:
-            raise NotApplicable(f"rows of {problem.hidden} {problem.dtype} have room in `rings` or `registers`")
+        if numpy_dtype(problem.dtype).itemsize != 2 or problem.hidden * word_size(problem) <= WIDE:
+            dtype = stored_of(problem) or problem.dtype
+            raise NotApplicable(f"rows of {problem.hidden} {dtype} have room in `rings` or `registers`")
         tile_m = tile_rows(problem, 16 if is_large(problem) else 8)
         table = {
             "tile_m": tile_m,
@@ -85,8 +90,8 @@ def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str
     e = extents(problem, decisions)
     if e.tile_n == NARROW and (e.tile_m == 8 or e.staged != BOTH):
         return "eight tokens are an operand beside 16 rows, with hidden states in two places"
-    if e.depth >= 2 * ceildiv(e.vectors, 8 * e.reduce_warps):
-        return f"a stage of {e.depth} cache lines is twice what a warp has of a row of {e.vectors} vectors, or more"
+    if e.depth >= 2 * ceildiv(e.word_row, STEP * e.reduce_warps):
+        return f"a stage of {e.depth} cache lines is twice what a warp has of a row of {e.word_row} bytes, or more"
     return ring_allowed(e, machine)
 
 
@@ -95,7 +100,9 @@ def default(problem: OutputLayer, machine: Machine) -> Decisions:
 
 
 def declines(problem: OutputLayer, machine: Machine) -> bool:
-    """Whether another template is likely to be faster."""
+    """Whether another template is likely to be faster. Embeddings in eight bits have not been timed."""
+    if stored_of(problem):
+        return True
     table = space(problem, machine)
     point = next(likely_points(problem, machine, table), None)
     if point is None or point.get("staged") != BOTH or lists_of(problem)[1] > 8:
@@ -134,7 +141,7 @@ def _likely_vocabularies(problem: OutputLayer) -> Iterator[Decisions]:
         point["prefetch"] = int(early and (rows > 8 or staged != BOTH))
         point["cached"] = likely_cached(problem) if early else 0
         # Stages of one part more than a row has would be half empty.
-        if early or ceildiv(problem.hidden * 2, VECTOR * 64) % depth == 0:
+        if early or ceildiv(problem.hidden * word_size(problem), VECTOR * 64) % depth == 0:
             yield point
 
 

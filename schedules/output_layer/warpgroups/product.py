@@ -339,7 +339,11 @@ def weigh(e, /, io, s, p, turn, factor):
 
 @phase
 def tell(e, /, io, s, p, turn):
-    """The tile's largest scores of the rows whose scores are to be written. All lanes take part."""
+    """Find the rows whose scores are to be written, and write the largest score that each has in this tile.
+
+    Reads: `rows`, `bits`, `bound`. Writes: `tops`, `wanted` (bit l: the row of lane l). Barriers: none, but all lanes
+    take part.
+    """
     reaches: T.bool = turn * 32 + p.lane < s.rows[0]
     if e.gated > 0:
         reaches = T.And(reaches, s.bits[0] >= s.bound[turn])
@@ -350,7 +354,11 @@ def tell(e, /, io, s, p, turn):
 
 @phase
 def store(e, /, io, s, p, turn):
-    """From `passed` to memory, whole sectors of a few rows at a time."""
+    """Store a warp's scores of 32 rows to global memory, 16 bytes a lane, so that sectors are written whole.
+
+    Reads: `passed`, `wanted`. Writes: `scores` of the rows whose bit in `wanted` is set; scratch is `own`. Barriers:
+    none.
+    """
     quads = T.meta_var(e.tile_n // 4)
     for j in T.unroll(quads):
         row = T.meta_var(j * (32 // quads) + p.lane // quads)

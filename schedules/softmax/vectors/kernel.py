@@ -7,7 +7,7 @@ from tvm.script import tirx as T
 from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import Decisions, Program
 
-from ...device.cluster import cluster_arrive
+from ...device.cluster import cluster_arrive, place_in_grid
 from ...rows import hold, join
 from ...rows import sum as sums
 from ...rows.cut import Keep
@@ -31,12 +31,7 @@ def main(ext, /, io):
     if ext.keep == "registers":
         # Otherwise the compiler takes as many registers as one block may have, to overlap more of the arithmetic.
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": ext.resident})
-    if ext.cluster > 1:
-        group = T.cluster_id([io.batch])
-        part = T.cta_id_in_cluster([ext.cluster])
-    else:
-        group = T.cta_id([(io.batch + (rows - 1)) // rows])
-        part = 0
+    group, part = T.meta_var(place_in_grid(io.batch if rows == 1 else (io.batch + (rows - 1)) // rows, ext.cluster))
     thread = T.thread_id([threads * rows])
     block = BlockState(ext)
     if ext.cluster > 1:

@@ -9,7 +9,7 @@ from tvm_sparse.core.template import Decisions, Program
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
 from ...device.arithmetic import LOG2_E
-from ...device.cluster import cluster_arrive_relaxed, cluster_wait
+from ...device.cluster import cluster_arrive_relaxed, cluster_wait, place_in_grid
 from ...device.mbarriers import await_arrivals
 from ...device.overlap import wait_for_producer, wait_then_start_consumer
 from ..ending import Own, own_of
@@ -154,12 +154,7 @@ def kernel(layout, own, /, io):
     cluster = T.meta_var(layout.cluster)
     T.device_entry()
     T.attr({"tirx.launch_bounds_min_blocks_per_sm": layout.resident})
-    if cluster > 1:
-        block = T.cluster_id([io.batch])
-        part = T.cta_id_in_cluster([cluster])
-    else:
-        block = T.cta_id([io.batch])
-        part = 0
+    block, part = T.meta_var(place_in_grid(io.batch, cluster))
     t = T.thread_id([layout.block_threads])
     s = T.meta_var(State.alloc(layout, layout.bytes, io=io, t=t, part=part))
     # The steps of the package's docstring.

@@ -12,6 +12,7 @@ from tvm_sparse.core.template import Decisions, Program
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
 from ...device.arithmetic import LN_2, LOG2_E, is_nan
+from ...device.cluster import place_in_grid
 from ...device.loops import loop_of
 from ...device.references import exact_factor, is_far, unit_of
 from ...device.selection import FULL_WARP, bits_value
@@ -181,12 +182,7 @@ def kernel(layout: Layout, own: Own | None = None, ending: Ending | None = None)
     def body(io):
         T.device_entry()
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": layout.resident})
-        if cluster > 1:
-            block = T.cluster_id([io.batch])
-            part = T.cta_id_in_cluster([cluster])
-        else:
-            block = T.cta_id([io.batch])
-            part = 0
+        block, part = T.meta_var(place_in_grid(io.batch, cluster))
         t = T.thread_id([threads])
         s = T.meta_var(State.alloc(layout, pool_bytes, io=io, t=t, block=block, part=part))
         # 1. Locate the row, and wait for the producer kernel.

@@ -25,7 +25,7 @@ from tvm_sparse.runtime.dense import DENSE, run_dense
 from tvm_sparse.runtime.dispatch import dispatcher
 from tvm_sparse.runtime.signature import ROWS, Absent, Array, Number, Output, Signature, Structure, Text
 
-from .dense import likely_way
+from .dense import WARPS_TEMPLATE, likely_way, rows_in_cache
 from .problem import ACTIVATIONS, PRECISIONS, BsrMatmul, activated
 from .weight import BsrWeight, unread
 from .weight import Structure as Prepared
@@ -189,12 +189,11 @@ def bsr_matmul(
     SIGNATURES["bsr_matmul"].refuse_overlap(out, x=x, weight=read, bias=bias)
     if arrays.is_fake(x):
         return y
-    most = most_rows(k, n)
-    if m > most:
 
-        def some(given: list[Any], into: list[Any]) -> Any:
-            return bsr_matmul(given[0], weight, out=into[0], **options)
+    def some(given: list[Any], into: list[Any]) -> Any:
+        return bsr_matmul(given[0], weight, out=into[0], **options)
 
+    if m > (most := most_rows(k, n)):
         by_parts(some, m, most, (x,), (y,))
         return out if out is not None else arrays.returned(y, x)
     if m and n:
@@ -213,9 +212,19 @@ def bsr_matmul(
             if dense:
                 told = {"activation": activation, "biased": row is not None, "finish": _finish(row, activation or "")}
                 run_dense(weight, launchers, what, arguments, y, **told)
+            elif m > (most := at_once(problem, where)):
+                options["dense"] = False
+                by_parts(some, m, most, (x,), (y,))
             else:
                 launch(dispatcher, problem, where, what, arguments, (y,), single=True, kept=launchers)
     return out if out is not None else arrays.returned(y, x)
+
+
+def at_once(problem: BsrMatmul, machine: Machine) -> int:
+    """How many rows of x are multiplied by one launch."""
+    most = rows_in_cache(problem, machine)
+    in_parts = most < problem.m and dispatcher.kernel(problem, machine).explanation.candidate.startswith(WARPS_TEMPLATE)
+    return most if in_parts else problem.m
 
 
 def asked(activation: str | None, dense: bool | None, precision: str | None = None) -> Any:

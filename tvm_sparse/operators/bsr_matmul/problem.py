@@ -50,7 +50,7 @@ def activated(y: np.ndarray, activation: str) -> np.ndarray:
 class BsrMatmul(BlockSparse):
     """`y = activation(x @ weight.T + bias)` for x `(m, k)` and a block-sparse weight `(n, k)`.
 
-    Kernels also take the host's analysis of the pattern, `formats.bsr.fullest_first`; with it they may read the
+    Kernels also take the host's analysis of the pattern, `formats.bsr.analysed`; with it they may read the
     structure before their producer kernel is done, since it is not written any more, and the blocks too if they are
     `constant`. `bias` is 1 if there is one, else 0.
 
@@ -177,7 +177,7 @@ class BsrMatmul(BlockSparse):
         """
         import numpy as np
 
-        from tvm_sparse.formats.bsr import fullest_first
+        from tvm_sparse.formats.bsr import analysed
 
         structure, chosen = self.chosen(structure, settings)
         rng = np.random.default_rng([seed, self.m, self.k, self.n])
@@ -198,7 +198,7 @@ class BsrMatmul(BlockSparse):
                 spots: Any = rng.integers(array.size, size=2) if array.size else []
                 array.flat[spots] = [np.nan, np.inf][: len(spots)]
         bias = [rng.standard_normal(self.n, dtype=np.float32).astype(dtype)] if self.bias else []
-        order, long = fullest_first(indptr, math.prod(self.block_shape) * dtype.itemsize)
+        order, long = analysed(indptr, indices, self.block_shape, self.grid[1], dtype.itemsize)
         if not chosen["balance"]:
             # Arbitrary content of an array that kernels must not use: indices far outside of the weight.
             order, long = np.full_like(order, 1 << 30), -1

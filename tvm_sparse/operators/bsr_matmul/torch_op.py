@@ -125,9 +125,11 @@ def turned(indices: Any, indptr: Any, columns: int, block: tuple[int, ...], item
     bounds = torch.arange(columns // cols + 1, device=indices.device, dtype=indices.dtype)
     starts = torch.searchsorted(found, bounds, out_int32=True)
     high = _block_rows(indices, indptr).index_select(0, places)
-    unread = None, -1, "uniform"
-    order, long, pattern = unread if itemsize is None else balanced(starts, rows * cols * itemsize)
-    structure = Structure(int((indptr.shape[0] - 1) * rows), long, pattern).packed()
+    block_rows = int(indptr.shape[0] - 1)
+    order, long, pattern = None, -1, "uniform"
+    if itemsize is not None:
+        order, long, pattern = balanced(starts, high, (cols, rows), block_rows, itemsize)
+    structure = Structure(block_rows * rows, long, pattern).packed()
     return Turned(places.int(), high, starts, order, structure)
 
 

@@ -152,8 +152,8 @@ class BsrWeight(DenseCopy):
         self.indices, self.indptr = as_int32("indices", indices), as_int32("indptr", indptr)
         self._options = {"balance": balance, "constant": constant}
         if balance and (known.device == "cpu" or arrays.is_torch(self.indptr)) and not arrays.is_fake(indptr):
-            block_bytes = rows * cols * numpy_dtype(self.dtype).itemsize
-            self._hold(*balanced(self.indptr, block_bytes), constant)
+            itemsize = numpy_dtype(self.dtype).itemsize
+            self._hold(*balanced(self.indptr, self.indices, (rows, cols), k // cols, itemsize), constant)
         else:
             self._hold(unread((block_rows, 3), self.indptr, known), -1, "uniform", constant)
 
@@ -347,12 +347,12 @@ class BsrWeight(DenseCopy):
         )
 
 
-def balanced(indptr: Any, block_bytes: int) -> tuple[Any, int, str]:
-    """From row starts: the block rows in order, on their device, the number of long ones, and the pattern."""
-    from tvm_sparse.formats.bsr import fullest_first
+def balanced(indptr: Any, indices: Any, block: tuple[int, int], block_cols: int, itemsize: int) -> tuple[Any, int, str]:
+    """From a structure: the block rows in order, on their device, the number of long ones, and the pattern."""
+    from tvm_sparse.formats.bsr import analysed
 
     starts = arrays.as_numpy(indptr)
-    order, long = fullest_first(starts, block_bytes)
+    order, long = analysed(starts, arrays.as_numpy(indices), block, block_cols, itemsize)
     if arrays.is_torch(indptr):
         order = sys.modules["torch"].from_numpy(order).to(indptr.device)
     return order, long, pattern_of(starts)

@@ -91,7 +91,7 @@ ALONE_COLUMNS, SUMS_BYTES = 2048, 8192
 # STORED_COLUMNS columns; of one above STORED_LARGE bytes for eight rows while STORED_TILES words, beside STORED_BESIDE
 # bytes, fit into the shared memory of a thread block. Otherwise the embedding is converted in parts, each read three
 # times, for PyTorch's product. The kernel's WARPS divide the columns in steps of STEP, a cache line of 16-bit numbers,
-# and each warp must have some.
+# and each warp must have some; groups of columns with a scale of their own are whole steps.
 STORED_ROWS, STORED_COLUMNS, WARPS, STEP = 48, 5120, 8, 64
 STORED_LARGE, STORED_TILES, STORED_BESIDE = 40 * 2**20, 32, 12 * 1024
 # Vectors of which a hidden state must be a whole number, and the largest k, for kernels with tensor cores. Kernels
@@ -129,7 +129,7 @@ def head_topk(
     embedding
         Shape `(vocab, hidden)`, one row for each word, of the dtype and on the device of `hidden`; `vocab` below 2^31.
         Or a `QuantizedEmbedding` (`quantize_embedding`) on that device, which stands for `embedding.dequantized()`:
-        a row's score is the float32 sum of its stored values, times its scale.
+        a row's score is the float32 sum of its stored values, times its scale, or of such products of groups.
     k
         1 <= k <= vocab.
     log, temperature, bias, ids
@@ -221,7 +221,8 @@ def head_topk(
         embedding = words = without_gradient(embedding)
     if type(k) is int:
         what = ("head_topk", k, bool(normaliser), bool(rounded), stored)
-        given = (hidden, words, *scalars, cap, bias, ids, scales, *(() if allowed is None else (allowed,)))
+        given: tuple[Any, ...] = (hidden, words, *scalars, cap, bias, ids, *by_groups(scales))
+        given = given if allowed is None else (*given, allowed)
         found = repeat.again(dispatcher.launchers, what, given, out)
         if found is not None:
             return found
@@ -275,9 +276,9 @@ def head_topk(
     ready = arrays.ready("hidden", hidden, known), arrays.ready("embedding", words, theirs)
     if scales is not None:
         scales = arrays.ready("embedding (scales)", scales, arrays.facts("embedding (scales)", scales))
-    arguments = (*ready, *scalars, cap, row, asked, scales)
-    axes = (batch, vocab, width, k, known.dtype, int(bias is not None), n, stored)
-    if allowed is not None or stored and embedding.groups > 1:
+    arguments = (*ready, *scalars, cap, row, asked, *by_groups(scales))
+    axes = (batch, vocab, width, k, known.dtype, int(bias is not None), n, stored, 0, 0, 0, groups_of(embedding))
+    if allowed is not None:
         by_product = True
     else:
         by_product = arrays.is_torch(hidden) and arrays.is_torch(words) and way(axes, known) == PRODUCT
@@ -301,10 +302,21 @@ def head_topk(
             [unshown] = outputs_for(None, (sums,), hidden, known)
             return with_scratch(kernel, unshown, len(written) - 2)
 
-        problem, where = HeadTopk(*axes, per_row=int(own), capped=int(cap is not None)), machine_of("hidden", known)
+        problem, where = HeadTopk(*axes), machine_of("hidden", known)
+        problem = replace(problem, per_row=int(own), capped=int(cap is not None))
         wider = replace(problem, k=rounded_up(k, vocab), ids=rounded_up(n))
         launch(dispatcher, problem, where, what, arguments, written, around=around, wider=wider)
     return out if out is not None else tuple(arrays.returned(array, hidden) for array in outputs)
+
+
+def groups_of(embedding: Any) -> int:
+    """Scales of a row of a quantised embedding, if it has several; else 0."""
+    return embedding.groups if isinstance(embedding, QuantizedEmbedding) and embedding.groups > 1 else 0
+
+
+def by_groups(factors: Any) -> tuple[Any, Any]:
+    """Scales of rows, and scales of groups of columns: one is None."""
+    return (factors, None) if factors is None or len(factors.shape) == 1 else (None, factors)
 
 
 def axes_of(batch: int, vocab: int) -> dict[str, int]:
@@ -353,12 +365,12 @@ def _part(
 def best_and_scores(
     hidden: Any, embedding: QuantizedEmbedding, k: int, bias: Any = None, soft_cap: float | None = None
 ) -> tuple[Any, Any] | None:
-    """The k best words of each row by a quantised embedding with a scale a row, `(batch, k)` int64, and the scores of
-    all words, `(batch, vocab)` float32; None if no kernel that reads eight bits suits the problem.
+    """The k best words of each row by a quantised embedding, `(batch, k)` int64, and the scores of all words,
+    `(batch, vocab)` float32; None if no kernel that reads eight bits suits the problem.
 
     Torch tensors, as for `head_topk`, whose errors it raises.
     """
-    given = (hidden, embedding.octets, 1.0, None, 1, 0, soft_cap, bias, None, embedding.factors)
+    given = (hidden, embedding.octets, 1.0, None, 1, 0, soft_cap, bias, None, *by_groups(embedding.factors))
     what = ("head_topk and scores", k, embedding.stored)
     if (found := repeat.again(dispatcher.launchers, what, given, None)) is not None:
         return found[1], found[-1]
@@ -366,7 +378,7 @@ def best_and_scores(
     (batch, width), vocab = known.shape, theirs.shape[0]
     beside = None if bias is None else _SIGNATURE.beside("bias", bias, known, WHERE, vocab=vocab)
     problem = HeadTopk(batch, vocab, width, k, known.dtype, int(bias is not None), 0, embedding.stored, 1)
-    problem = replace(problem, capped=int(soft_cap is not None))
+    problem = replace(problem, capped=int(soft_cap is not None), groups=groups_of(embedding))
     machine = machine_of("hidden", known)
     if likely_way(problem, machine) == PRODUCT:
         return None
@@ -375,7 +387,7 @@ def best_and_scores(
     wanted = tuple((argument.name, shape, dtype) for argument, (shape, dtype) in layouts)
     outputs = outputs_for(None, wanted, hidden, known)
     ready = arrays.ready("hidden", hidden, known), arrays.ready("embedding", given[1], theirs)
-    launch(dispatcher, problem, machine, what, (*ready, *given[2:7], row, None, given[-1]), outputs)
+    launch(dispatcher, problem, machine, what, (*ready, *given[2:7], row, *given[8:]), outputs)
     return outputs[1], outputs[-1]
 
 
@@ -384,7 +396,7 @@ def scores_of(hidden: Any, embedding: Any, bias: Any = None) -> Any:
 
     A quantised embedding is read in eight bits where a kernel does so, and converted in parts elsewhere.
     """
-    octets = isinstance(embedding, QuantizedEmbedding) and embedding.groups == 1 and arrays.is_torch(hidden)
+    octets = isinstance(embedding, QuantizedEmbedding) and arrays.is_torch(hidden)
     if octets and 0 < len(hidden) <= STORED_ROWS and not dispatcher.batch_invariant:
         found = best_and_scores(hidden, embedding, 1, bias)
         if found is not None:
@@ -430,6 +442,7 @@ def likely_way(problem: HeadTopk, machine: Machine) -> str:
         every_warp = vectors > (WARPS - 1) * 8 * ceildiv(problem.hidden, WARPS * STEP)
         suits = machine.has_clusters and size == 2 and every_warp
         suits = suits and not (problem.logits and problem.vocab % WHOLE_WORDS)
+        suits = suits and not (problem.groups and problem.hidden // problem.groups % STEP)
         rows = STORED_ROWS
         if problem.hidden > STORED_COLUMNS:
             room = STORED_TILES * problem.hidden + STORED_BESIDE <= machine.block_shared_bytes
@@ -461,7 +474,7 @@ def grouped_rows(problem: HeadTopk) -> int:
 
 def _product(k: int, present: tuple[str, ...], normaliser: bool, rounded: bool, stored: str) -> Any:
     """The function that replaces the kernel where a product that writes scores, and `softmax_topk`, are faster, or
-    where no kernel has such scales or a bitmap.
+    where no kernel has a bitmap.
 
     `present`: which of the optional arguments cap, bias, ids, scales and allowed it gets.
     """

@@ -64,9 +64,9 @@ class HeadTopk(Problem):
     Extras, absent by default: `bias` = 1 for a row that is added to every row of the scores; `ids` = n for n given
     words per row whose probabilities are also returned, whatever their rank; `stored`, the dtype of an embedding in
     eight bits whose rows have scales: the score of word w is `scales[w] * (hidden @ embedding[w])`; only with `stored`,
-    `logits` = 1 for the scores of all words as another output; `per_row` = 1 for a temperature of each row, whose
-    inverse is the row's scale; and `capped` = 1 for products that become cap * tanh(product / cap) before the bias is
-    added.
+    `logits` = 1 for the scores of all words as another output, and `groups` = g for g scales of a row, each of as many
+    neighbouring columns, whose sum it multiplies; `per_row` = 1 for a temperature of each row, whose inverse is the
+    row's scale; and `capped` = 1 for products that become cap * tanh(product / cap) before the bias is added.
     """
 
     batch: int
@@ -80,10 +80,11 @@ class HeadTopk(Problem):
     logits: int = field(default=0, metadata=OPTIONAL)
     per_row: int = field(default=0, metadata=OPTIONAL)
     capped: int = field(default=0, metadata=OPTIONAL)
+    groups: int = field(default=0, metadata=OPTIONAL)
 
     operator: ClassVar[str] = "head_topk"
     batch_axis: ClassVar[str] = "batch"
-    added_axes: ClassVar[tuple[str, ...]] = ("stored", "logits", "per_row", "capped")
+    added_axes: ClassVar[tuple[str, ...]] = ("stored", "logits", "per_row", "capped", "groups")
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("hidden", ("batch", "hidden"), "dtype", "Hidden states."),
         Argument("embedding", ("vocab", "hidden"), "dtype", "Output embedding, a row a word; as uint8 if `stored`."),
@@ -94,7 +95,8 @@ class HeadTopk(Problem):
         dataclasses.replace(CAP, doc="Soft cap of the products, above 0."),
         Argument("bias", ("vocab",), "float32", "Added to every row of the scores; -inf masks a word.", when="bias"),
         Argument("ids", ("batch", "ids"), "int64", "Words whose probabilities are wanted.", when="ids"),
-        Argument("scales", ("vocab",), "float32", "What the sum of each word is multiplied by.", when="stored"),
+        Argument("scales", ("vocab",), "float32", "What the sum of each word is multiplied by.", when="row_scales"),
+        Argument("group_scales", ("vocab", "groups"), "float32", "The same of groups of columns.", when="groups"),
     )
     outputs: ClassVar[tuple[Argument, ...]] = (
         Argument("values", ("batch", "k"), "float32", "Probabilities, or their logarithms, descending."),
@@ -127,6 +129,11 @@ class HeadTopk(Problem):
             raise ProblemError(f"head_topk: stored must be empty or one of {', '.join(STORED)}, got {self.stored!r}")
         if self.logits not in (0, 1) or self.logits and not self.stored:
             raise ProblemError(f"head_topk: logits must be 0, or 1 of a stored embedding, got {self.logits!r}")
+        if self.groups and (not self.stored or self.groups < 2 or self.hidden % self.groups):
+            raise ProblemError(
+                f"head_topk: groups must be 0, or of a stored embedding a divisor of its {self.hidden} columns above 1,"
+                f" got {self.groups!r}"
+            )
 
     @classmethod
     def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
@@ -144,6 +151,8 @@ class HeadTopk(Problem):
         }
 
     def extent(self, name: str | int) -> int:
+        if name == "row_scales":
+            return int(bool(self.stored) and not self.groups)
         return 1 - self.per_row if name == "shared" else super().extent(name)
 
     def as_tuned(self) -> Problem:
@@ -178,7 +187,7 @@ class HeadTopk(Problem):
 
     @property
     def scaled(self) -> tuple[str, ...]:
-        return ("hidden", "scales" if self.stored else "embedding", "bias")
+        return ("hidden", ("group_scales" if self.groups else "scales") if self.stored else "embedding", "bias")
 
     def draw_settings(self, rng: np.random.Generator) -> dict[str, float]:
         return {"scale": 1 / drawing.temperature(rng), "log": int(rng.integers(2)), "constant": int(rng.integers(2))}
@@ -190,16 +199,21 @@ class HeadTopk(Problem):
         from tvm_sparse.operators.softmax_topk import definition
 
         hidden, k, dtype, n, stored = self.hidden, self.k, self.dtype, self.ids, self.stored
-        with_bias, with_ids, with_scales, with_logits = bool(self.bias), bool(n), bool(stored), bool(self.logits)
+        with_bias, with_ids, with_logits = bool(self.bias), bool(n), bool(self.logits)
+        with_scales, groups = bool(stored) and not self.groups, self.groups
+        columns = hidden // max(groups, 1)
         per_row, with_cap = bool(self.per_row), bool(self.capped)
         take, (words_dtype, align) = definition.take(k), ("uint8", 1) if stored else (dtype, 2)
 
         # fmt: off
         @T.inline
-        def score(s, H, E, B, S, cap, row, j):
+        def score(s, H, E, B, S, C, cap, row, j):
             s.x[0] = T.float32(0)
             for h in range(hidden):
-                s.x[0] = s.x[0] + T.Cast("float32", H[row, h]) * word_number(stored, E[j, h])
+                if groups > 0:
+                    s.x[0] = s.x[0] + T.Cast("float32", H[row, h]) * (word_number(stored, E[j, h]) * C[j, h // columns])
+                else:
+                    s.x[0] = s.x[0] + T.Cast("float32", H[row, h]) * word_number(stored, E[j, h])
             if with_scales:
                 s.x[0] = s.x[0] * S[j]
             if with_cap:
@@ -211,7 +225,8 @@ class HeadTopk(Problem):
         def main(
             hidden_h: T.handle, embedding_h: T.handle, shared: T.float32, temperatures_h: T.handle, log: T.int32,
             constant: T.int32, cap: T.float32, bias_h: T.handle, ids_h: T.handle, scales_h: T.handle,
-            values_h: T.handle, indices_h: T.handle, normaliser_h: T.handle, given_h: T.handle, logits_h: T.handle
+            group_scales_h: T.handle, values_h: T.handle, indices_h: T.handle, normaliser_h: T.handle,
+            given_h: T.handle, logits_h: T.handle
         ):
             T.func_attr({"global_symbol": "main", "tirx.noalias": True})
             batch = T.int64()
@@ -222,6 +237,7 @@ class HeadTopk(Problem):
             B = T.match_buffer(bias_h, (vocab,), "float32", align=4)
             Q = T.match_buffer(ids_h, (batch, T.int64(n)), "int64", align=8)
             S = T.match_buffer(scales_h, (vocab,), "float32", align=4)
+            C = T.match_buffer(group_scales_h, (vocab, T.int64(groups)), "float32", align=4)
             V = T.match_buffer(values_h, (batch, T.int64(k)), "float32", align=4)
             Z = T.match_buffer(indices_h, (batch, T.int64(k)), "int64", align=8)
             N = T.match_buffer(normaliser_h, (batch,), "float32", align=4)
@@ -236,7 +252,7 @@ class HeadTopk(Problem):
                     scale = T.meta_var(definition.inverse(temperatures[row]) if per_row else shared)
                     definition.begin(s)
                     for j in range(vocab):
-                        score(s, H, E, B, S, cap, row, j)
+                        score(s, H, E, B, S, C, cap, row, j)
                         if with_logits:
                             L[row, j] = s.x[0]
                         take(s, scale, j, j)
@@ -247,7 +263,7 @@ class HeadTopk(Problem):
                     if with_ids:
                         for i in range(n):
                             if Q[row, i] >= T.int64(0) and Q[row, i] < vocab:
-                                score(s, H, E, B, S, cap, row, Q[row, i])
+                                score(s, H, E, B, S, C, cap, row, Q[row, i])
                                 definition.write(G, [row, i], s, s.x[0], scale, log)
                             else:
                                 G[row, i] = T.float32("nan")
@@ -276,20 +292,21 @@ class HeadTopk(Problem):
         return inputs if scales is None else [*inputs, scales]
 
     def _in_eight_bits(self, words: np.ndarray, structure: str) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes `(vocab, hidden)` and scales `(vocab,)` of words, whose infinities and NaN become 0."""
+        """Bytes `(vocab, hidden)` and scales `(vocab,)` or `(vocab, groups)` of words; infinities and NaN become 0."""
         import numpy as np
 
-        held, scales = np.empty(words.shape, np.uint8), np.empty(len(words), np.float32)
+        groups = max(1, self.groups)
+        held, scales = np.empty(words.shape, np.uint8), np.empty((len(words), groups), np.float32)
 
         def convert(begin: int, end: int) -> None:
             wide = np.nan_to_num(as_float32(words[begin:end]), nan=0, posinf=0, neginf=0)
-            some = stored_scales(wide, self.stored, self.hidden)
+            some = stored_scales(wide, self.stored, self.hidden // groups)
             some = np.exp2(np.ceil(np.log2(some))) if structure in EXACT else some
             held[begin:end] = stored_values(wide, some, self.stored).view(np.uint8)
-            scales[begin:end] = some[:, 0]
+            scales[begin:end] = some
 
         parts.of_rows(words, convert)
-        return held, scales
+        return held, scales if self.groups else scales[:, 0].copy()
 
     def extras(self, inputs: Sequence[Any]) -> tuple[np.ndarray | None, np.ndarray | None]:
         """The bias and the ids among the inputs; None for absent ones."""
@@ -307,7 +324,8 @@ class HeadTopk(Problem):
         if not self.stored:
             return inputs[1]
         found = as_float32(np.asarray(inputs[1]).view(numpy_dtype(self.stored)))
-        found *= np.asarray(inputs[-1])[:, None]
+        of_groups = found.reshape(len(found), max(1, self.groups), -1)
+        of_groups *= np.asarray(inputs[-1]).reshape(len(found), -1, 1)
         return found
 
     def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
@@ -349,7 +367,7 @@ class HeadTopk(Problem):
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
         size = numpy_dtype(self.dtype).itemsize
         small = self.batch * (self.k * 12 + 4 + self.ids * 12 + self.per_row * 4) + self.vocab * 4 * (
-            self.bias + bool(self.stored)
+            self.bias + (self.groups or bool(self.stored))
         )
         read = self.hidden * (self.batch * size + self.vocab * word_size(self))
         return Cost(read + small, (2 * self.hidden + 3) * self.batch * self.vocab)

@@ -14,6 +14,8 @@ AWKWARD: tuple[str, ...] = (
     "head_topk/batch=3,vocab=301,hidden=976,k=5,dtype=bfloat16,bias=1,ids=2,stored=int8",  # not all of a step
     "head_topk/batch=12,vocab=96,hidden=1024,k=40,dtype=float16,stored=float8_e4m3fn,logits=1",
     "head_topk/batch=2,vocab=97,hidden=35,k=97,stored=float8_e4m3fn",
+    "head_topk/batch=3,vocab=96,hidden=576,k=5,dtype=bfloat16,bias=1,ids=2,stored=int8,groups=3,logits=1",
+    "head_topk/batch=2,vocab=97,hidden=36,k=7,stored=float8_e4m3fn,groups=12",
 )
 REALISTIC: tuple[str, ...] = (
     "head_topk/batch=12,vocab=40000,hidden=1000,k=12,dtype=float16",
