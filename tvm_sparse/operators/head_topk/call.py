@@ -89,9 +89,10 @@ REGISTER_BYTES, DIVIDED_BYTES, SHARED_BYTES = 128 * 1024, 256 * 1024, 200 * 1024
 ALONE_COLUMNS, SUMS_BYTES = 2048, 8192
 # A kernel reads an embedding in eight bits for at most STORED_ROWS rows, sixteen of them at a time, and at most
 # STORED_COLUMNS columns; of one above STORED_LARGE bytes at most PARTS_COLUMNS, if a thread block may have PARTS_SHARED
-# bytes of shared memory (for eight rows up to 16,384 columns fit, which has not been timed). Otherwise the embedding is converted in parts, each read
-# three times, for PyTorch's product. The kernel's WARPS divide the columns in steps of STEP, a cache line of 16-bit
-# numbers, and each warp must have some; groups of columns with a scale of their own are whole steps.
+# bytes of shared memory (for eight rows 16,384 columns fit, which has not been timed). Otherwise the embedding is
+# converted in parts, each read three times, for PyTorch's product. The kernel's WARPS divide the columns in steps of
+# STEP, a cache line of 16-bit numbers, and each warp must have some; groups of columns with a scale of their own are
+# whole steps.
 STORED_ROWS, STORED_COLUMNS, WARPS, STEP = 48, 5120, 8, 64
 STORED_LARGE, PARTS_COLUMNS, PARTS_SHARED = 40 * 2**20, 8192, 227 * 1024
 # Vectors of which a hidden state must be a whole number, and the largest k, for kernels with tensor cores. Kernels
