@@ -210,8 +210,8 @@ class Judge:
         return spaces.fallback(self.problem, self.machine)
 
     def near(self, other: Problem) -> float | None:
-        """The distance to a recorded problem (`octaves`), or None if its decisions are not to be considered: it is too far
-        away, or differs in an axis that has no distance.
+        """The distance to a recorded problem (`octaves`), or None if its decisions are not to be considered: it is too
+        far away, or differs in an axis that has no distance.
         """
         away = octaves(self.problem, other, self.machine)
         if away is None or self.lenient:

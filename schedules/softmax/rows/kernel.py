@@ -186,7 +186,7 @@ def join_lanes(ext, /, s, X):
 
 @phase
 def scale_kept(ext, /, s, Y):
-    """Turn the exponentials that `keep_exponentials` has kept, each chunk's relative to its own maximum, into probabilities.
+    """Turn the exponentials that `keep_exponentials` has kept, relative to each chunk's maximum, into probabilities.
 
     Reads: these, `base`, `m`, `d`. Writes: `base`, now the factor of each chunk; the probabilities of all vectors.
     """
