@@ -715,6 +715,21 @@ def test_words_far_above_a_thread_blocks_first_tile() -> None:
     problem.check(inputs, problem.reference(inputs), outputs)
 
 
+@pytest.mark.parametrize("tickets", [0, 2])
+def test_the_least_number_is_a_word_beside_masked_ones(tickets: int) -> None:
+    """A slice of nothing above minus infinity has the same maximum as one whose only word is the least float32."""
+    problem = parse("softmax_sample/batch=12,vocab=2053,k=1,per_row=1,whole=1")
+    rng = np.random.default_rng()
+    logits = np.full((12, problem.vocab), -np.inf, np.float32)
+    for row in logits:
+        row[rng.choice(problem.vocab, rng.integers(1, 4), replace=False)] = np.finfo(np.float32).min
+    logits[0, :-1], logits[0, -1] = -np.inf, np.finfo(np.float32).min
+    ones = np.ones(12, np.float32)
+    inputs = [logits, ones, np.zeros(12, np.int32), ones, 0 * ones, rng.random(12, dtype=np.float32)]
+    outputs = runner(problem, spaces.find("sample_slices").candidate({**SLICES, "tickets": tickets}))(inputs, 5)
+    problem.check(inputs, problem.reference(inputs), outputs)
+
+
 @pytest.mark.parametrize("whose", ["a row's", thorough("a thread's")])
 def test_rows_with_too_long_lists_are_searched(whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists of a row, of one thread block or of a thread are too long; other rows are drawn from their lists."""
