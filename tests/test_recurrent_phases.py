@@ -20,6 +20,7 @@ from tvm_sparse.emulation import run_on_cpu
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 from tvm_sparse.schedules.recurrent import exchange
 from tvm_sparse.schedules.sparse_recurrent.cluster_rows.space import ClusterExtents
+from tvm_sparse.schedules.sparse_recurrent.persistent_rows import space as persistent_space
 from tvm_sparse.schedules.sparse_recurrent.persistent_rows import step
 from tvm_sparse.schedules.sparse_recurrent.persistent_rows.space import REGISTERS, Extents, longest_row
 from tvm_sparse.schedules.sparse_recurrent.persistent_rows.state import State
@@ -193,6 +194,21 @@ def test_entries_that_are_nowhere_on_chip() -> None:
         inputs = problem.generate(1, structure)
         outputs = run("persistent_rows", problem, {**POINT, "pack": 2, "registers": registers}, inputs)
         problem.check(inputs, problem.reference(inputs), outputs)
+
+
+@pytest.mark.parametrize(
+    ("template", "dtype"), each_with_some(("persistent_rows", "cluster_rows"), ("float32", "float16", "bfloat16"))
+)
+def test_entries_in_the_fewest_registers(template: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Column and value in one word, or two columns in one: what takes the fewest registers, where these are too few."""
+    monkeypatch.setattr(persistent_space, "LEAST_BESIDES", 10_000)
+    problem = problem_of(f"steps=3,batch=3,hidden=31,nonzeros=9,cell=lstm,dtype={dtype}")
+    for seed, (structure, registers) in enumerate((("random", 4), ("one_long_row", 3), ("ragged", 6))):
+        point = (POINT if template == "persistent_rows" else CLUSTER) | {"registers": registers, "pack": 2}
+        extents = Extents if template == "persistent_rows" else ClusterExtents
+        assert extents.of(problem, point).form == ("paired" if dtype == "float32" else "joined")
+        inputs = problem.generate(seed, structure)
+        problem.check(inputs, problem.reference(inputs), run(template, problem, point, inputs, seed))
 
 
 def test_a_reset_meets_an_infinite_weight() -> None:

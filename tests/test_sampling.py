@@ -353,9 +353,12 @@ def check_frequencies(tokens: np.ndarray, chances: np.ndarray) -> None:
     assert len(wanted) > 1 and scipy.stats.chisquare(found, wanted * found.sum() / wanted.sum()).pvalue > 1e-7
 
 
-def any_numbers(way: int, draws: int) -> dict[str, Any]:
-    """Seeds and offsets in each way to say them, anew in every run."""
-    first = int(edges.any_integers(np.random.default_rng(), (1,))[0])
+def any_seed() -> int:
+    return int(edges.any_integers(np.random.default_rng(), (1,))[0])
+
+
+def any_numbers(way: int, draws: int, first: int) -> dict[str, Any]:
+    """A seed and offsets in each way to say them, anew in every run."""
     at, rows = int(np.random.default_rng().integers(2**40)), np.arange(draws)
     return (
         {"seed": first},
@@ -376,7 +379,10 @@ def test_words_come_with_their_probabilities(way: int, options: dict[str, Any]) 
     given = dict(options)
     if options.get("top_k") == 200:
         given["top_k"] = np.full(draws, 200, np.int32)
-    tokens = [tvm_sparse.softmax_sample(logits, **given, **any_numbers(way, draws))[0] for _ in range(rounds)]
+    # Other seeds in each round: of the same seed words would come again.
+    first = any_seed()
+    seeds = [first - turn if first > 0 else first + turn for turn in range(rounds)]
+    tokens = [tvm_sparse.softmax_sample(logits, **given, **any_numbers(way, draws, seed))[0] for seed in seeds]
     check_frequencies(np.concatenate(tokens), chances_of(LOGITS[0], options))
 
 
@@ -706,6 +712,21 @@ def test_words_far_above_a_thread_blocks_first_tile() -> None:
     ones = np.ones(12, np.float32)
     inputs = [logits, ones, np.zeros(12, np.int32), top_p, 0 * ones, rng.random(12, dtype=np.float32)]
     outputs = runner(problem, spaces.find("sample_slices").candidate({**SLICES, "tickets": 2}))(inputs, 5)
+    problem.check(inputs, problem.reference(inputs), outputs)
+
+
+@pytest.mark.parametrize("tickets", [0, 2])
+def test_the_least_number_is_a_word_beside_masked_ones(tickets: int) -> None:
+    """A slice of nothing above minus infinity has the same maximum as one whose only word is the least float32."""
+    problem = parse("softmax_sample/batch=12,vocab=2053,k=1,per_row=1,whole=1")
+    rng = np.random.default_rng()
+    logits = np.full((12, problem.vocab), -np.inf, np.float32)
+    for row in logits:
+        row[rng.choice(problem.vocab, rng.integers(1, 4), replace=False)] = np.finfo(np.float32).min
+    logits[0, :-1], logits[0, -1] = -np.inf, np.finfo(np.float32).min
+    ones = np.ones(12, np.float32)
+    inputs = [logits, ones, np.zeros(12, np.int32), ones, 0 * ones, rng.random(12, dtype=np.float32)]
+    outputs = runner(problem, spaces.find("sample_slices").candidate({**SLICES, "tickets": tickets}))(inputs, 5)
     problem.check(inputs, problem.reference(inputs), outputs)
 
 

@@ -7,6 +7,7 @@ which are compared with torch's here.
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import SM90, calls_run
+from cases import SM90, calls_run, own_on_host, run_emulated, thorough
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_calls import BAD_SOFTMAX, KINDS, logits_of, read_only, seed, to_numpy, to_torch
@@ -24,7 +25,7 @@ import tvm_sparse
 from tvm_sparse.artifacts.compile import compile_candidate
 from tvm_sparse.core import spaces
 from tvm_sparse.core.machine import REGISTER_FILE
-from tvm_sparse.core.problem import FLOATS, Problem, ProblemError
+from tvm_sparse.core.problem import FLOATS, Problem, ProblemError, numpy_dtype
 from tvm_sparse.core.registry import parse
 from tvm_sparse.operators.logsumexp.problem import LogSumExp
 from tvm_sparse.operators.softmax.problem import ALGORITHMS, Softmax
@@ -399,3 +400,32 @@ def test_problems_of_other_algorithms_do_not_lend_their_records() -> None:
     assert isinstance(softmax, Softmax)
     assert softmax.distance(dataclasses.replace(softmax, algorithm="naive")) is None
     assert softmax.distance(parse(SUM)) is None
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize(
+    ("name", "axes", "point"),
+    [
+        ("softmax_held", "vocab=1037,dtype=float32", {"threads": 128, "cluster": 1, "rows": 1}),
+        thorough("softmax_held", "vocab=301,dtype=float32", {"threads": 32, "cluster": 1, "rows": 4}),
+        thorough("softmax_held", "vocab=2050,dtype=float32", {"threads": 64, "cluster": 2, "rows": 1}),
+        ("logsumexp_streamed", "vocab=1037,dtype=float32", {"threads": 128, "cluster": 1, "rows": 1, "vectors": 1}),
+        ("logsumexp_streamed", "vocab=301,dtype=bfloat16", {"threads": 32, "cluster": 1, "rows": 4, "vectors": 1}),
+    ],
+)
+def test_kernels_of_rows_whose_threads_differ(name: str, axes: str, point: dict[str, int]) -> None:
+    """Threads' maxima lie far apart, and infinities anywhere: also in the elements before and after whole vectors."""
+    template, seed = spaces.find(name), int.from_bytes(os.urandom(4), "little")
+    problem = parse(f"{template.operator}/batch=9,{axes}")
+    rng = np.random.default_rng(seed)
+    logits = rng.standard_normal((9, problem.vocab)) * 10.0 ** rng.integers(-2, 3, (9, 1))
+    logits += 30 * rng.standard_normal((9, -(-problem.vocab // 8))).repeat(8, axis=1)[:, : problem.vocab]
+    for row in range(1, 9):
+        places = rng.choice((0, 1, 2, *range(problem.vocab), problem.vocab - 1), rng.integers(1, 4))
+        logits[row, places] = (-np.inf, np.inf, -np.inf)[row % 3] if template.operator == "logsumexp" else -np.inf
+    logits[4] = -np.inf
+    if template.operator == "logsumexp":
+        logits[5, rng.choice((0, problem.vocab - 1))] = np.inf
+    inputs = [logits.astype(numpy_dtype(problem.dtype)), *problem.generate(seed % 1000)[1:]]
+    program = template.build(problem, point)
+    run_emulated(program, problem, inputs, own_on_host(program, problem), seed % 1000)

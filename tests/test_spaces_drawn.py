@@ -19,13 +19,15 @@ EACH = 6
 
 
 def stretched(problem: Problem, rng: random.Random) -> Problem | None:
-    """A problem with a batch of 1 and one other extent up to 2^31 - 2; None if the operator has no such."""
+    """A problem with one extent but the batch up to 2^31 - 2, half of them with a batch of 1; None if the operator
+    has no such, or its arrays would be too large.
+    """
     extents = [name for name, value in problem.axes.items() if isinstance(value, int) and name != problem.batch_axis]
     if not extents:
         return None
-    name = rng.choice(extents)
+    name, batch = rng.choice(extents), rng.choice((1, int(2 ** rng.uniform(1, 12))))
     try:
-        return dataclasses.replace(problem.with_batch(1), **{name: int(2 ** rng.uniform(16, 31)) - 2}).as_called()
+        return dataclasses.replace(problem.with_batch(batch), **{name: int(2 ** rng.uniform(16, 31)) - 2}).as_called()
     except (ProblemError, ValueError):
         return None
 
@@ -35,8 +37,9 @@ def problems(name: str) -> Iterator[Problem]:
     for _ in range(EACH):
         problem = distribution.problem(kind, rng)
         yield problem
-        if (larger := stretched(problem, rng)) is not None:
-            yield larger
+        for _ in range(2):
+            if (larger := stretched(problem, rng)) is not None:
+                yield larger
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -57,6 +60,12 @@ def test_every_space_that_applies_has_a_default(name: str) -> None:
                 except Exception as error:
                     raise AssertionError(f"{said}: {template.name}: {error!r}") from error
                 assert reason is None, f"{said}: {template.name}: {reason}"
+
+
+@pytest.mark.parametrize("axes", ["batch=64,vocab=1000000,hidden=128,k=20", "batch=17,vocab=2000000,hidden=64,k=5"])
+def test_a_head_of_a_million_words_has_a_kernel_at_every_batch(axes: str) -> None:
+    for arch in ARCHES:
+        assert spaces.fallback(registry.parse(f"head_topk/{axes},dtype=bfloat16"), machine.resolve(arch)) is not None
 
 
 def test_a_row_of_five_million_words_has_a_kernel() -> None:

@@ -65,7 +65,7 @@ def allowed(problem: CsrLinear, machine: Machine, decisions: Decisions) -> str |
 
 
 # With more rows of x than this, a column of a thread block's rows is one load by default.
-MANY_ROWS = 64
+MANY_ROWS = 128
 
 
 def default(problem: CsrLinear, machine: Machine) -> Decisions:
