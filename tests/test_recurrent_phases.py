@@ -259,7 +259,6 @@ def test_the_default(key: str, blocks: tuple[int, ...], threads: tuple[int, ...]
     ("key", "least"),
     [
         ("steps=256,batch=4,hidden=5760,nonzeros=576", 512),
-        ("steps=64,batch=4,hidden=4096,nonzeros=410,cell=gru,dtype=float16", 384),
     ],
 )
 def test_the_default_keeps_most_of_rows_that_exceed_the_registers(key: str, least: int) -> None:
