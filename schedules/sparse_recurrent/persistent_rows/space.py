@@ -283,7 +283,7 @@ def best_point(problem: RecurrentLayer, machine: Machine, of: Sizes) -> tuple[tu
         found = list(likely_points(problem, machine, pack, of))
         if found:
             held = [point for point in found if reach(point) >= longest_row(problem)]
-            if not held and problem.words == 2:
+            if not held and of(problem, found[0]).words == 2:
                 return tuple(min(found, key=lambda p: cycles(of(problem, p))).items())
             held = held or found
             known = [point for point in held if point["threads"] in (USUAL_THREADS, *MORE_THREADS)] or held
