@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
-from cases import SM90, check_emulated, thorough
+from cases import RUN_SEED, SM90, check_emulated, drawn, thorough
 
 from tvm_sparse.core import machine, spaces
 from tvm_sparse.core.registry import parse
 from tvm_sparse.core.template import NotApplicable
 from tvm_sparse.operators.bsr_matmul.dense import reads_turned
+from tvm_sparse.operators.bsr_matmul.problem import ACTIVATIONS, BsrMatmul
 
 pytestmark = pytest.mark.drawn
 
@@ -91,6 +94,32 @@ def test_points_equal_the_reference(axes: str, point: dict[str, int]) -> None:
     point = {name: (ALONE | point)[name] for name in template.space(problem, SM90)}
     assert template.point(problem, SM90, point) is None
     check_emulated(problem, template, point)
+
+
+def drawn_problem(rng: random.Random) -> BsrMatmul:
+    """Any block whose sides are multiples of 8, any number of rows of x, and every option."""
+    rows, cols = rng.choice((8, 16, 24, 32, 48, 64)), rng.choice((8, 16, 32, 48, 64))
+    return BsrMatmul(
+        rng.choice((rng.randint(1, 32), rng.randint(33, 140))), cols * rng.randint(1, 6), rows * rng.randint(1, 5),
+        f"{rows}x{cols}", round(rng.uniform(0, 0.95), 2), rng.choice(("uniform", "skewed")),
+        rng.choice(("float16", "bfloat16", "float32")), rng.randint(0, 1), rng.choice(ACTIVATIONS),
+        turned=int(rng.random() < 0.2), precision=rng.choice(("", "tf32")),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [0, 1, *(thorough(number) for number in range(2, 100))])
+def test_drawn_problems_and_points(number: int) -> None:
+    """Any template that serves the problem, and any structure of inputs."""
+    rng = random.Random(f"{RUN_SEED}/{number}")
+    problem = drawn_problem(rng)
+    template = spaces.find(rng.choice(list(spaces.applicable(problem, SM90)[0])))
+    default = template.candidate(template.default(problem, SM90))
+    [candidate] = drawn(template, problem, SM90, 1, f"{RUN_SEED}/{number}") or [default]
+    print(problem.key, candidate)
+    structure = rng.randrange(len(problem.structures))
+    # With every second structure the weight is a constant one, which kernels may read before their producer is done.
+    constant = ("data", "indices", "indptr", "order") if structure % 2 == 0 else ()
+    check_emulated(problem, template, candidate.values, constant, structure, len(problem.structures))
 
 
 def test_the_default_is_where_it_is_the_faster_template() -> None:

@@ -42,6 +42,8 @@ PARTS = "head_topk/batch=13,vocab=131,hidden=2696,k=7,dtype=bfloat16,ids=2,per_r
 # The same in eight bits: of 337 vectors eight warps have 48 each, the last one vector. Groups of 128 columns.
 WIDE_OCTETS = "head_topk/batch=13,vocab=67,hidden=5392,k=7,dtype=bfloat16,stored=int8"
 WIDER_GROUPS = "head_topk/batch=5,vocab=67,hidden=6144,k=7,dtype=float16,bias=1,stored=float8_e4m3fn,groups=48"
+# Seven warps have all columns, in stages of 512.
+IDLE = "head_topk/batch=3,vocab=35,hidden=7168,k=7,dtype=bfloat16,stored=int8"
 STAYS = {"evict_first": 1, "cached": 16}
 TAKEN = {"staged": 0, "dynamic": 25, "prefetch": 0}
 DEALT = {"staged": 1, "dynamic": 0, "prefetch": 0}
@@ -78,6 +80,7 @@ POINTS: tuple[tuple[str, str, dict[str, int]], ...] = (
     ("head_warp_rings", PARTS, {"tile_m": 8, "depth": 2, "staged": 0, "stages": 3, "blocks": 3, **STAYS}),
     ("head_warp_rings", PARTS, {"tile_m": 16, "tile_n": 8, "depth": 3, "staged": 2, "stages": 2, "blocks": 5}),
     ("head_warp_rings", WIDE_OCTETS, {"tile_m": 16, "tile_n": 8, "depth": 3, "staged": 2, "stages": 2, "blocks": 3}),
+    ("head_warp_rings", IDLE, {"tile_m": 8, "tile_n": 16, "depth": 4, "staged": 0, "stages": 2, "blocks": 2}),
     ("head_warp_rings", WIDER_GROUPS, {"tile_m": 8, "depth": 2, "staged": 0, "stages": 3, "blocks": 2}),
     ("candidate_warp_rings", LISTS, {"tiles": 4, "depth": 2, "stages": 3}),
     ("candidate_warp_rings_product", LIST_PRODUCT, {"tiles": 4, "depth": 1, "stages": 2}),

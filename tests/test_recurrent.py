@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,15 @@ from tvm_sparse.core.problem import FLOATS, numpy_dtype
 from tvm_sparse.core.registry import parse
 from tvm_sparse.operators.sparse_recurrent import call as calls
 from tvm_sparse.operators.sparse_recurrent import reference
-from tvm_sparse.operators.sparse_recurrent.problem import GATES, SparseRecurrent
+from tvm_sparse.operators.sparse_recurrent.problem import (
+    GATES,
+    NOT_RANDOM,
+    SOME,
+    SparseRecurrent,
+    entries_kept,
+    longest_random,
+    preferred,
+)
 from tvm_sparse.runtime.dispatch import dispatcher
 
 torch = pytest.importorskip("torch")
@@ -353,6 +362,25 @@ def test_what_a_call_asks_for_is_a_rough_number_of_nonzeros() -> None:
     assert calls.problem_of(weights, 5, 2, "tanh") == SparseRecurrent(5, 2, 30, 3)
     full = tvm_sparse.recurrent_weights(np.ones((30, 30), np.float32))
     assert calls.problem_of(full, 5, 2, "tanh", 1, 0) == SparseRecurrent(5, 2, 30, 30, ragged=1)
+
+
+def test_what_a_call_asks_for_holds_the_longest_row() -> None:
+    """Rows of a drawn random pattern are those of the mean; others, as magnitude pruning leaves them, count."""
+    rng = np.random.default_rng(int.from_bytes(os.urandom(4), "little"))
+    for _ in range(40):
+        hidden, gates = int(rng.integers(40, 900)), int(rng.integers(1, 5))
+        rows, mean = gates * hidden, int(rng.integers(5, max(6, hidden // 2)))
+        lengths = rng.binomial(hidden, mean / hidden, rows)
+        typical = min(hidden, preferred(int(lengths.sum()), rows))
+        found = entries_kept(int(lengths.sum()), rows, hidden, int(lengths.max()))
+        assert found == typical
+        longest = int(rng.integers(1, hidden, endpoint=True))
+        found = entries_kept(int(lengths.sum()), rows, hidden, longest)
+        assert typical <= found <= hidden and longest <= longest_random(found, hidden, NOT_RANDOM) + SOME
+        if found > typical:  # and no more than that takes
+            assert longest_random(int(found / 1.3) - 1, hidden) < longest
+    # No GPU holds 20,000 full rows: one full row among rows of 10 entries does not count.
+    assert entries_kept(200_000 + 19_990, 20_000, 20_000, 20_000) == preferred(200_000 + 19_990, 20_000)
 
 
 def test_generated_weights_are_what_the_structure_says() -> None:

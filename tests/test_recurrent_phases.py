@@ -325,7 +325,7 @@ def test_places_of_columns() -> None:
     ],
 )
 def test_clusters_whose_blocks_run_in_any_order(key: str, point: dict[str, int]) -> None:
-    """Bulk copies arrive at any time; rows may be longer than a group keeps."""
+    """States arrive at any time; rows may be longer than a group keeps."""
     problem = problem_of(key)
     for structure in ("one_long_row", "ragged"):
         inputs = problem.generate(3, structure)

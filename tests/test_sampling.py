@@ -353,9 +353,12 @@ def check_frequencies(tokens: np.ndarray, chances: np.ndarray) -> None:
     assert len(wanted) > 1 and scipy.stats.chisquare(found, wanted * found.sum() / wanted.sum()).pvalue > 1e-7
 
 
-def any_numbers(way: int, draws: int) -> dict[str, Any]:
-    """Seeds and offsets in each way to say them, anew in every run."""
-    first = int(edges.any_integers(np.random.default_rng(), (1,))[0])
+def any_seed() -> int:
+    return int(edges.any_integers(np.random.default_rng(), (1,))[0])
+
+
+def any_numbers(way: int, draws: int, first: int) -> dict[str, Any]:
+    """A seed and offsets in each way to say them, anew in every run."""
     at, rows = int(np.random.default_rng().integers(2**40)), np.arange(draws)
     return (
         {"seed": first},
@@ -376,7 +379,10 @@ def test_words_come_with_their_probabilities(way: int, options: dict[str, Any]) 
     given = dict(options)
     if options.get("top_k") == 200:
         given["top_k"] = np.full(draws, 200, np.int32)
-    tokens = [tvm_sparse.softmax_sample(logits, **given, **any_numbers(way, draws))[0] for _ in range(rounds)]
+    # Other seeds in each round: of the same seed words would come again.
+    first = any_seed()
+    seeds = [first - turn if first > 0 else first + turn for turn in range(rounds)]
+    tokens = [tvm_sparse.softmax_sample(logits, **given, **any_numbers(way, draws, seed))[0] for seed in seeds]
     check_frequencies(np.concatenate(tokens), chances_of(LOGITS[0], options))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,8 @@ from .results import Times, best, results, where
 from .text import percent, span, table, times_as, us
 
 SM90 = resolve("sm_90a")
+# A call counts as no slower than another product up to this ratio, and as ahead beyond it. Many rows of x.
+EQUAL, MANY = 1.03, 1024
 
 
 @part
@@ -103,8 +106,8 @@ def bsr_many_rows() -> str:
         chosen = spaces.fallback(problem, SM90)
         point = chosen.template, " ".join(f"{name}={value}" for name, value in chosen.decisions)
         taken = ("dense", "") if likely_way(problem, SM90).way == DENSE else point
-        if taken not in times:  # some shapes were timed with one producer warp alone
-            taken = taken[0], taken[1].replace("producers=2", "producers=1")
+        if taken not in times:  # that point was not timed: the fastest of the template
+            taken = min((key for key in times if key[0] == taken[0]), key=lambda key: times[key])
         cells = []
         for name in ("block_warpgroups", "tensor_core", "dense"):
             found = times[taken] if name == taken[0] else min(t for (of, _), t in times.items() if of == name)
@@ -115,6 +118,40 @@ def bsr_many_rows() -> str:
         lines.append([shape, f"{problem.sparsity:g}", *cells, share])
     head = ["`block_warpgroups`", "`tensor_core`", "cuBLAS", "of cuBLAS's rate"]
     return table(["(m, k, n), block", "sparsity", *head], lines)
+
+
+@part
+def block_grid() -> str:
+    """For each block and sparsity the time of a call over that of the fastest other product: the mean over rows of x,
+    and the worst.
+    """
+    rows = results("block-grid-h200").rows
+    ratios: dict[tuple[int, float], list[float]] = {}
+    for row in rows:
+        ratios.setdefault((int(row["block"]), float(row["sparsity"])), []).append(float(row["over_best"]))
+    sparsities = sorted({sparsity for _, sparsity in ratios})
+    lines = []
+    for block in sorted({block for block, _ in ratios}):
+        cells = [f"{statistics.geometric_mean(ratios[block, s]):.2f} ({max(ratios[block, s]):.2f})" for s in sparsities]
+        many = [row for row in rows if int(row["block"]) == block and int(row["m"]) >= MANY]
+        behind = max((float(row["sparsity"]) for row in many if float(row["over_best"]) * EQUAL > 1), default=0.0)
+        lines.append([str(block), *cells, next((f"{s:g}" for s in sparsities if s > behind), "-")])
+    return table(["block", *(f"{sparsity:g}" for sparsity in sparsities), "ahead from"], lines)
+
+
+@part
+def block_grid_worst() -> str:
+    rows = results("block-grid-h200").rows
+    slower = sorted((row for row in rows if float(row["over_best"]) > EQUAL), key=lambda row: -float(row["over_best"]))
+    worst = ", ".join(
+        f"{float(row['over_best']):.2f} (m = {row['m']}, blocks of {row['block']}, {row['sparsity']})"
+        for row in slower[:5]
+    )
+    return (
+        f"{len(rows) - len(slower)} of {len(rows)} calls take at most {EQUAL} times as long as the fastest other"
+        f" product, {sum(row['way'] == DENSE for row in rows)} by the dense way."
+        f" The others that are furthest from it: {worst}."
+    )
 
 
 @part
@@ -199,6 +236,7 @@ PARTS["where-gu"] = partial(where, "gu-tables-h200")
 PARTS["where-float16"] = partial(where, "peers-float16-h200")
 PARTS["where-rotated"] = partial(where, "peers-rotated-h200")
 PARTS["where-blocks"] = partial(where, "block-products-h200")
+PARTS["where-grid"] = partial(where, "block-grid-h200")
 PARTS["where-training"] = partial(where, "block-training-h200")
 PARTS["where-entries"] = partial(where, "entry-products-h200")
 PARTS["where-launch"] = partial(where, "launch-floor-h200")

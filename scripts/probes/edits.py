@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -56,6 +57,10 @@ def main(
             print(*lines[-1], flush=True)
         if csv_path:
             with csv_path.open("w", newline="") as file:
+                date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+                facts = {"device": torch.cuda.get_device_name(), "date": date, "torch": torch.__version__}
+                facts["timing"] = "CUDA graphs of 40 calls, median of 5 rounds in turn"
+                file.writelines(f"# {name}: {fact}\n" for name, fact in facts.items())
                 writer = csv.writer(file, lineterminator="\n")
                 writer.writerow(COLUMNS)
                 writer.writerows(lines)

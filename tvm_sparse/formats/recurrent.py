@@ -17,6 +17,7 @@ each residue class, and comes close to the fewest cycles possible for a row.
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -88,6 +89,11 @@ class RecurrentWeights:
     @property
     def density(self) -> float:
         return self.nonzeros / (self.gates * self.hidden**2)
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """Number of entries in the longest row."""
+        return int(np.diff(self.row_start).max(initial=0))
 
     @property
     def columns(self) -> np.ndarray:

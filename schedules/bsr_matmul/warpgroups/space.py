@@ -47,14 +47,17 @@ RESERVED = 1024
 # Figures for `estimate`, fitted to times of an H200 (scripts/block_products.py): bytes that a multiprocessor
 # gets from the L2 cache in a microsecond while all do, and bytes that a thread block stores; the latency of a stage in
 # microseconds, the time that the producer warp needs for a copy, that of a launch, and that of a thread block's
-# beginning and end; clocks of a microsecond; and how many standard deviations the fullest block row is above the mean.
+# beginning and end; clocks of a microsecond; how many standard deviations the fullest block row is above the mean; and
+# how many times as long the bytes take where a multiprocessor has room for one thread block.
 L2_BYTES, STORED_BYTES, CLOCKS = 68e3, 21e3, 1700
-ON_ITS_WAY, OF_COPY, LAUNCH, BEGIN, FULLEST = 0.8, 0.1, 3.8, 2.3, 1.5
-# Tiles of the default, rows of x by those of the weight, with producer warps, for blocks of fewer rows than `WIDE` and
-# for others; and stages below which two thread blocks of a multiprocessor wait for memory: where all panels have a
-# block of each block row, and where there are several block rows.
-WIDE, NARROW, FEWEST_STAGES = 64, 32, (4, 3)
-USUAL_TILES = (((64, 64, 2), (192, 64, 2)), ((64, 64, 2), (128, 128, 1), (128, 64, 2)))
+ON_ITS_WAY, OF_COPY, LAUNCH, BEGIN, FULLEST, SINGLE = 0.8, 0.1, 3.8, 2.3, 1.5, 1.15
+# Tiles of the default, rows of x by those of the weight, for blocks of fewer rows than `WIDE` and for others, and how
+# many times as long as estimated they take; stages below which two thread blocks of a multiprocessor wait for memory.
+WIDE, NARROW, FEWEST_STAGES = 64, 32, 3
+USUAL_TILES = (
+    {(64, 64): 1.0, (192, 64): 1.0, (128, 64): 1.05},
+    {(64, 64): 1.0, (128, 128): 1.0, (128, 64): 1.0, (128, 256): 1.0},
+)
 
 
 def space(problem: BsrMatmul, machine: Machine) -> Table:
@@ -126,29 +129,26 @@ def default(problem: BsrMatmul, machine: Machine) -> Decisions:
         points = (dict(zip(among, choices, strict=True)) for choices in itertools.product(*among.values()))
         return max(points, key=lambda point: preference(problem, machine, point))
 
-    found: list[Decisions] = []
+    found: list[tuple[float, Decisions]] = []
     table = {**table, "overlap": table["overlap"][-1:]}
-    for tile_m, tile_n, producers in USUAL_TILES[rows >= WIDE]:
+    table = {**table, "producers": PRODUCERS[-1:]}
+    for (tile_m, tile_n), longer in USUAL_TILES[rows >= WIDE].items():
         if tile_m in table["tile_m"] and (tile_n >= rows or not found):
-            tile = {"tile_m": (tile_m,), "tile_n": (max(tile_n // rows, 1) * rows,)}
-            found.append(preferred({**table, **tile, "producers": (producers,)}))
-    table = {**table, "producers": PRODUCERS[:1]}
-    found = [point for point in found if allowed(problem, machine, point) is None] or [preferred(table)]
-    return min(found, key=lambda point: estimate(problem, machine, Extents.of(problem, point)))
+            point = preferred({**table, "tile_m": (tile_m,), "tile_n": (max(tile_n // rows, 1) * rows,)})
+            if allowed(problem, machine, point) is None:
+                # A last tile that x does not fill takes as long as others.
+                spare = ceildiv(problem.m, tile_m) * tile_m / problem.m
+                time = estimate(problem, machine, Extents.of(problem, point)) * longer * spare
+                found.append((time, point))
+    return min(found, key=lambda one: one[0])[1] if found else preferred(table)
 
 
 def preference(problem: BsrMatmul, machine: Machine, point: Decisions) -> tuple[bool, bool, bool, int, int]:
     """What the default prefers: points, two thread blocks, enough stages, wide panels, many stages."""
-    enough = FEWEST_STAGES[Extents.of(problem, point).rows_each > 1]
-    two = has_room(problem, machine, point, 2)
-    return has_room(problem, machine, point, 1), two, point["stages"] >= enough, point["panel"], point["stages"]
-
-
-def has_room(problem: BsrMatmul, machine: Machine, point: Decisions, each: int) -> bool:
-    """Whether it is a point, and a multiprocessor's shared memory has room for `each` thread blocks."""
-    if allowed(problem, machine, point) is not None:
-        return False
-    return each * (Extents.of(problem, point).pool_bytes + RESERVED) <= machine.block_shared_bytes + RESERVED
+    e = Extents.of(problem, point)
+    is_point = allowed(problem, machine, point) is None
+    enough = point["stages"] >= FEWEST_STAGES
+    return is_point, is_point and resident(e, machine) == 2, enough, point["panel"], point["stages"]
 
 
 def resident(e: Extents, machine: Machine) -> int:
@@ -185,12 +185,13 @@ def estimate(problem: BsrMatmul, machine: Machine, e: Extents) -> float:
     # An instruction reads 64 rows of x by 32 bytes, and as many of each of a block's rows.
     products = e.groups * density * e.rows_each * e.k * e.size / STEP_BYTES * max(e.rows / 2, 16 + e.rows / 4) / CLOCKS
     shared = max((brought(density) + stored) / L2_BYTES, products)
+    longer = SINGLE if each == 1 else 1.0
     thread_blocks = e.tiles_n * ceildiv(problem.m, e.tile_m) / machine.cores  # of a multiprocessor
     if thread_blocks <= each:
         deviation = (density * (1 - density) / (e.k / e.cols) / e.rows_each) ** 0.5
-        return LAUNCH + max(alone(min(density + FULLEST * deviation, 1)), shared * thread_blocks)
+        return LAUNCH + max(alone(min(density + FULLEST * deviation, 1)), shared * max(thread_blocks, 1)) * longer
     rounds = (thread_blocks / each + ceildiv(e.tiles_n * ceildiv(problem.m, e.tile_m), machine.cores * each)) / 2
-    return LAUNCH + rounds * max(alone(density), shared * each)
+    return LAUNCH + rounds * max(alone(density), shared * each) * longer
 
 
 @dataclass(frozen=True)

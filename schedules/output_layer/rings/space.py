@@ -32,6 +32,7 @@ from ..tiles.sizes import (
     tile_rows,
     word_bytes,
 )
+from ..warp_rings import space as warp_rings
 from ..words import OutputLayer, candidates_of, lists_of, most_words, stored_of
 
 # Stages of the ring: more were never faster with 16-bit numbers. With 8-bit ones the number of stages is a decision:
@@ -89,8 +90,15 @@ def default(problem: OutputLayer, machine: Machine) -> Decisions:
 
 
 def declines(problem: OutputLayer, machine: Machine) -> bool:
-    """Whether another template is likely to be faster: with tensor cores none but this reads eight bits."""
-    return not stored_of(problem) and next(likely_points(problem, machine, space(problem, machine)), None) is None
+    """Whether another template is likely to be faster: of those with tensor cores only `warp_rings` reads eight bits,
+    too, of long rows.
+    """
+    if next(likely_points(problem, machine, space(problem, machine)), None) is not None:
+        return False
+    try:
+        return not stored_of(problem) or not warp_rings.declines(problem, machine)
+    except NotApplicable:
+        return False
 
 
 def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Iterator[Decisions]:

@@ -145,7 +145,9 @@ def product_allowed(e: Extents, most_held: int) -> str | None:
         return "the first tiles of all warps exceed the L2 cache"
     if e.cached and not e.evict_first:
         return "tokens stay in the L2 cache where all others leave it first"
-    if e.reduce_warps > 1 and (e.reduce_warps - 1) * e.steps * 8 >= e.vectors:
+    # In rings of parts of rows in eight bits the last warps may have none: of 7,168 columns, in stages of 512.
+    idle = e.stored != "" and not e.whole
+    if e.reduce_warps > 1 and (e.reduce_warps - 1) * e.steps * 8 >= e.vectors and not idle:
         return f"the last of {e.reduce_warps} warps has no part of a row of {e.vectors} vectors"
     if e.held > most_held or (e.held + BESIDES) * e.product_threads > REGISTER_FILE:
         return f"{e.held} operands and sums in each of {e.product_threads} threads exceed the registers"

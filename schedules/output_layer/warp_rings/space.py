@@ -100,12 +100,10 @@ def default(problem: OutputLayer, machine: Machine) -> Decisions:
 
 
 def declines(problem: OutputLayer, machine: Machine) -> bool:
-    """Whether another template is likely to be faster. Embeddings in eight bits have not been timed."""
-    if stored_of(problem):
-        return True
+    """Whether another template is likely to be faster."""
     table = space(problem, machine)
     point = next(likely_points(problem, machine, table), None)
-    if point is None or point.get("staged") != BOTH or lists_of(problem)[1] > 8:
+    if point is None or point.get("staged") != BOTH or lists_of(problem)[1] > 8 or stored_of(problem):
         return point is None
     return allowed_in_registers(problem, machine, few_wide_rows(problem, machine, table)) is None
 
@@ -132,6 +130,8 @@ def _likely_lists(problem: OutputLayer, table: Table) -> Iterator[Decisions]:
 def _likely_vocabularies(problem: OutputLayer) -> Iterator[Decisions]:
     """Without `blocks`, of which a multiprocessor has one: large vocabularies of rows that are too wide for `rings`."""
     rows = lists_of(problem)[1]
+    if stored_of(problem):
+        rows = min(rows, 16)  # at a time
     if rows > 16 or not is_large(problem):
         return
     for tile_n, depth, staged, stages in LIKELY_FEW if rows <= 8 else LIKELY_MANY:

@@ -13,6 +13,9 @@ with a bulk copy (`cp.async.bulk`) that tells the receiver's mbarrier how many b
 next step begins. There is no other barrier of the cluster: whoever sends states has all states of the step before, and
 so a block that has the new states of all others knows that no block reads the copy any more which it writes next.
 
+Of LSTMs and GRUs each warp sends its units' states by itself, as soon as it has them: 32 bits at a time, by
+asynchronous stores (`st.async`) that tell the mbarrier the same. So no barrier of the thread block is in a step.
+
 **Places.** So that a thread block's states can be sent by one copy, they lie in the order of slots, not of columns: a
 *chunk* for each thread block, of equal size, a multiple of the 16 bytes that a bulk copy moves. Entries name columns.
 Each thread block has a table of the places of columns, from which its entries are translated when they are loaded.
@@ -27,7 +30,7 @@ from . import space
 cluster_rows = in_phases(
     space,
     name="cluster_rows",
-    version=3,
+    version=4,
     operator="sparse_recurrent",
     summary="a cluster of thread blocks a pack of samples, states exchanged through their shared memory",
 )

@@ -21,6 +21,8 @@ in each step
 With the reset before the product a step has two halves with an exchange each: in the first one `scaled_state` takes the
 place of `next_state`.
 
+Layers with several gates and one exchange take the steps of `stores`.
+
 after the last one a barrier of the cluster, because a thread block's shared memory has to stay until all others have
 read of it and written to it.
 """
@@ -38,6 +40,7 @@ from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
 from ...device.cluster import cluster_arrive_relaxed, cluster_barrier, cluster_wait
 from ...device.mbarriers import arrive_expecting
+from ...device.selection import FULL_WARP
 from ...device.state import local, pooled
 from ...interface import gpu_program
 from ...recurrent.exchange import element_bits
@@ -55,7 +58,9 @@ from ..persistent_rows.step import (
     write_outputs,
 )
 from ..persistent_rows.weights import load_ahead, load_weights, take_units
+from . import stores
 from .space import BARRIER_BYTES, COPIES, ClusterExtents
+from .stores import find_longest, first_peer, prepare_step
 
 store_shared = {4: T.ptx.st.shared.u32, 2: T.ptx.st.shared.u16}
 bulk_copy = T.ptx.cp.async_.bulk.shared__cluster.shared__cta.mbarrier__complete_tx__bytes
@@ -72,6 +77,10 @@ class ClusterState(State):
     peers: Any = local("uint32", lambda e: e.sends)
     # Bytes from the beginning of a copy to the thread block's chunk.
     chunk_at: Any = local("uint32")
+    # The most of `rounds`.
+    longest: Any = local("int32")
+    # The states of the lane, or unit, that shares a word.
+    other: Any = local("uint32")
     # Which copy is written in this step: 0 or 1.
     turn: Any = local("int32")
     # Whether a wait is over.
@@ -129,7 +138,9 @@ def prepare(e: ClusterExtents) -> Phase:
 
 
 def peer_of(e: ClusterExtents, s: Any, i: Any) -> Any:
-    """The `i`-th thread block that the thread's warp sends to: warps share them."""
+    """The `i`-th thread block that the thread's warp sends to, or its lane; these share them."""
+    if e.stores:
+        return first_peer(e, s) + i * e.sharing
     return s.t // WARP + i * (e.threads // WARP)
 
 
@@ -270,11 +281,21 @@ def kernel_body(e, /, io):
     load_weights(e)(s, io)
     load_length(e)(s, io, pack)
     load_inputs(e)(s, io, 0, pack)
-    # Bulk copies will write where threads have written zeros.
-    T.ptx.fence.proxy.async_.shared__cta()
-    cluster_barrier()
-    for step in T.serial(io.steps):
-        take_step(e)(s, io, step, pack, rank)
+    if e.stores:
+        find_longest(e)(s)
+        prepare_step(e)(s, io, 0, pack)
+        cluster_barrier()
+        # Warps without a unit send nothing, and so would not hold up states that they have not awaited. The broadcast
+        # tells the compiler that a warp goes one way.
+        if T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.t // WARP, 0, 32, 32) * (WARP // e.lanes) < s.count[0]:
+            for step in T.serial(io.steps):
+                stores.take_step(e, turn_copies())(s, io, step, pack)
+    else:
+        # Bulk copies will write where threads have written zeros.
+        T.ptx.fence.proxy.async_.shared__cta()
+        cluster_barrier()
+        for step in T.serial(io.steps):
+            take_step(e)(s, io, step, pack, rank)
     cluster_arrive_relaxed()
     cluster_wait()
 # fmt: on

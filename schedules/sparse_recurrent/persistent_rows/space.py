@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, ceildiv, powers
 from tvm_sparse.operators.recurrent_backward.problem import RecurrentBackward
-from tvm_sparse.operators.sparse_recurrent.problem import EXCHANGES, RecurrentLayer, SparseRecurrent
+from tvm_sparse.operators.sparse_recurrent.problem import EXCHANGES, RecurrentLayer, SparseRecurrent, longest_random
 
 from ...recurrent.sizes import LINE, WARP, WIDEST, register_limit
 
@@ -47,8 +46,6 @@ MOST_LOADS = 12  # 16-byte loads of the hidden state that a thread has in flight
 # Words that a thread gathers before it multiplies: enough to hide the latency of shared memory.
 GATHERED = 32
 BATCHED = 4  # entries that are not in registers which a lane reads at once
-# Rows may have some more entries than is typical: so many standard deviations of a random pattern more.
-DEVIATIONS = 4
 
 # For `cycles`, as fitted to an H200. Bytes that a multiprocessor reads in a cycle from its shared memory, and by how
 # much bank conflicts prolong it; from the L2 cache, at most, and all multiprocessors together; multiplications.
@@ -220,13 +217,7 @@ Sizes = Callable[[Any, Decisions], Extents]
 
 def longest_row(problem: RecurrentLayer) -> int:
     """Entries that few rows of a random pattern exceed."""
-    return longest(ceildiv(problem.nonzeros, problem.parts), problem.most_nonzeros // problem.parts)
-
-
-def longest(nonzeros: int, hidden: int) -> int:
-    """`longest_row` of that many columns."""
-    n = min(nonzeros, hidden)
-    return min(hidden, math.ceil(n + DEVIATIONS * math.sqrt(n * (1 - n / hidden))))
+    return longest_random(ceildiv(problem.nonzeros, problem.parts), problem.most_nonzeros // problem.parts)
 
 
 def operate_cycles(e: Extents) -> float:
@@ -245,7 +236,7 @@ def operate_cycles(e: Extents) -> float:
     again = rows * (row - held) * e.words * 4 / rate
     way: float = e.rows * ceildiv(rounds, e.gathered) * GATHER
     way += (e.lanes.bit_length() - 1) * (SHUFFLE + 4 * (e.rows - 1)) + GATES * (1 + e.units) / 2
-    beyond = e.registers * e.lanes < longest(e.nonzeros, e.columns)
+    beyond = e.registers * e.lanes < longest_random(e.nonzeros, e.columns)
     return max(gathers * max(1, BUSY / warps), products, issued) + again + way + beyond * REST
 
 

@@ -30,8 +30,8 @@ WARPS = {
 ONE_STRIP, FEW_ROWS, OF_FEW_ROWS = 16, 128, 1.3
 # And those of a launch of `block_warpgroups`, of a million elements of y, and of a megabyte of stored blocks for each
 # STRIP rows of x, and how many times as long that is where there are no more tiles of STRIP x STRIP elements than a GPU
-# has multiprocessors; and rows of x from which on warpgroups are filled.
-WARPGROUPS = {64: (5.5, 0.48, 0.272, 1.1), 128: (5.8, 0.36, 0.234, 1.35)}
+# has multiprocessors; and rows of x from which on it is worth a try.
+WARPGROUPS = {64: (4.0, 0.48, 0.272, 1.1), 128: (4.6, 0.36, 0.234, 1.45)}
 STRIP, CORES, MANY_ROWS, WARPGROUPS_LAUNCH = 128, 132, 100, 5.0
 # Blocks from this side on that have no rate: `block_warpgroups` then brings bytes from the L2 cache at this rate, in a
 # microsecond, for tiles of y of this many rows of x and of the weight.

@@ -113,13 +113,14 @@ class Pattern:
         if found is None:
             layout = transposed_layout(self._rows, self._columns, self.hidden, self.gates, key[1], parts)
             fixed = (self._on(layout.units), self._on(layout.row_start))
-            found = *fixed, self._on(layout.columns.astype(np.int32)), self._on(layout.places)
+            longest = int(np.diff(layout.row_start).max(initial=0)) * parts
+            found = *fixed, self._on(layout.columns.astype(np.int32)), self._on(layout.places), longest
             self._transposed[key] = found
-        units, row_start, columns, places = found
+        units, row_start, columns, places, longest = found
         words = entry_words(self.gates * self.hidden, self.weights.dtype)
         entries = self._entries(values[places], columns, words)
         sizes = self.hidden, self.gates, self.weights.dtype, len(places)
-        return TransposedWeight(*sizes, units, row_start, entries)
+        return TransposedWeight(*sizes, units, row_start, entries, longest)
 
 
 def pattern_of(weights: Weights, device: Any) -> Pattern:

@@ -10,7 +10,7 @@ from tvm_sparse.runtime.calls import launch, machine_of
 from tvm_sparse.runtime.dispatch import dispatcher
 from tvm_sparse.runtime.signature import Signature
 
-from ..sparse_recurrent.problem import preferred
+from ..sparse_recurrent.problem import entries_kept
 from .problem import RecurrentBackward
 
 SIGNATURES: dict[str, Signature] = {}
@@ -27,6 +27,8 @@ class TransposedWeight:
     units: Any
     row_start: Any
     entries: Any
+    # Number of entries in the longest row; of rows that are cut into parts, of its longest part times their number.
+    longest: int
 
 
 def recurrent_backward(
@@ -58,7 +60,7 @@ def recurrent_backward(
     given = (kept, before, c0, d_output, d_h_n, d_c_n, lengths, resets)
     ready = [None if one is None else arrays.ready("kept", one, arrays.facts("kept", one)) for one in given]
     results = [arrays.empty(shape, dtype, kept, known) for shape, dtype in problem.output_layouts()]
-    what = ("recurrent_backward", cell, weight.nonzeros)
+    what = ("recurrent_backward", cell, weight.nonzeros, weight.longest)
     arguments = (weight.units, weight.row_start, weight.entries, *ready)
     launch(dispatcher, problem, machine_of("kept", known), what, arguments, results)
     return tuple(results)
@@ -68,5 +70,5 @@ def problem_of(
     weight: TransposedWeight, steps: int, batch: int, cell: str, ragged: int = 0, resets: int = 0
 ) -> RecurrentBackward:
     """The problem of a call. Raises `ProblemError` if it is not valid."""
-    nonzeros = min(weight.gates * weight.hidden, preferred(weight.nonzeros, weight.hidden))
+    nonzeros = entries_kept(weight.nonzeros, weight.hidden, weight.gates * weight.hidden, weight.longest)
     return RecurrentBackward(steps, batch, weight.hidden, nonzeros, cell, weight.dtype, ragged, resets)

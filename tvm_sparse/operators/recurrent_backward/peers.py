@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from tvm_sparse.bench.contenders import Call, Peer
 from tvm_sparse.core.problem import Problem
 
@@ -17,8 +19,10 @@ PEERS: tuple[Peer, ...] = ()
 
 
 def ours(problem: RecurrentBackward, inputs: Sequence[Any], convert: Callable[[Any], Any]) -> tuple[Call, Problem]:
-    held = [convert(array) for array in inputs[:3]]
-    weight = TransposedWeight(problem.hidden, problem.gates, problem.dtype, len(inputs[2]), *held)
+    units, row_start, entries = (convert(array) for array in inputs[:3])
+    longest = int(np.diff(inputs[1]).max(initial=0)) * problem.parts
+    sizes = problem.hidden, problem.gates, problem.dtype, len(inputs[2])
+    weight = TransposedWeight(*sizes, units, row_start, entries, longest)
     names = (argument.name for argument in problem.kernel_inputs[3:])
     given = {name: convert(array) for name, array in zip(names, inputs[3:], strict=True)}
     arguments = [given.pop(name, None) for name in ("kept", "before", "c0", "d_output", "d_h_n", "d_c_n")]

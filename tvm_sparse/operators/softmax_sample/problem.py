@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tvm_sparse.core import distribution, drawing
+from tvm_sparse.core import distribution, drawing, parts
 from tvm_sparse.core.problem import (
     OPTIONAL,
     Argument,
@@ -440,21 +440,30 @@ class SoftmaxSample(Problem):
         if rows is not None:
             scores, scale = scores[rows], scale[rows]
         indices = ranked(scores, n)
-        values = [
-            normalised(row[None], row[None, best], factor, 1)[0][0]
-            for row, best, factor in zip(scores, indices, scale, strict=True)
-        ]
-        return indices, np.stack(values)
+        values = np.empty(indices.shape)
+
+        def normalise(begin: int, end: int) -> None:
+            for i in range(begin, end):
+                values[i] = normalised(scores[i : i + 1], scores[i : i + 1, indices[i]], scale[i], 1)[0][0]
+
+        parts.of_rows(scores, normalise)
+        return indices, values
 
     def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
         import numpy as np
 
         filters = self._filters(inputs)
         indices, values = self._ranked(inputs, self.words)
-        chances = np.exp(values)
-        left = reference.kept(chances, filters.limits(self.words), filters.top_p, filters.min_p)
-        free = filters.free(self.words, self.vocab)
-        place = reference.drawn(chances, left, uniforms_of(self, inputs), indices, free)[:, None]
+        limits, free = filters.limits(self.words), filters.free(self.words, self.vocab)
+        uniforms, place = uniforms_of(self, inputs), np.empty((len(values), 1), np.int64)
+
+        def draw(begin: int, end: int) -> None:
+            rows = slice(begin, end)
+            chances = np.exp(values[rows])
+            left = reference.kept(chances, limits[rows], filters.top_p[rows], filters.min_p[rows])
+            place[rows, 0] = reference.drawn(chances, left, uniforms[rows], indices[rows], free[rows])
+
+        parts.of_rows(values, draw)
         tokens, logprobs = (np.take_along_axis(array, place, axis=1)[:, 0] for array in (indices, values))
         return [tokens.astype(np.int32), logprobs, values[:, : self.k], indices[:, : self.k]]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tvm_sparse.core import parts
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -61,10 +63,15 @@ def ranked(scores: np.ndarray, k: int) -> np.ndarray:
     import numpy as np
 
     columns = np.empty((len(scores), k), np.int64)
-    for row, key in enumerate(np.where(np.isnan(scores), -np.inf, -scores)):
-        # Only scores that reach the k-th need sorting.
-        some = np.flatnonzero(key <= np.partition(key, k - 1)[k - 1])
-        columns[row] = some[np.lexsort((some, key[some], ~np.isnan(scores[row, some])))[:k]]
+
+    def rank(begin: int, end: int) -> None:
+        for row in range(begin, end):
+            key = np.where(np.isnan(scores[row]), -np.inf, -scores[row])
+            # Only scores that reach the k-th need sorting.
+            some = np.flatnonzero(key <= np.partition(key, k - 1)[k - 1])
+            columns[row] = some[np.lexsort((some, key[some], ~np.isnan(scores[row, some])))[:k]]
+
+    parts.of_rows(scores, rank)
     return columns
 
 

@@ -21,7 +21,7 @@ from tvm_sparse.runtime.calls import (
 from tvm_sparse.runtime.dispatch import Dispatcher, dispatcher
 from tvm_sparse.runtime.signature import Absent, Array, Number, Output, Signature, Structure, Text
 
-from .problem import GATES, RecurrentLayer, SparseRecurrent, preferred, rounded_limit
+from .problem import GATES, RecurrentLayer, SparseRecurrent, entries_kept, rounded_limit
 
 if TYPE_CHECKING:
     import numpy as np
@@ -148,7 +148,7 @@ def sparse_recurrent(
         raise TypeError(
             f"weights: expected RecurrentWeights, got {type(weights).__name__}; make them by recurrent_weights(matrix)"
         )
-    what = ("sparse_recurrent", cell, weights.nonzeros)
+    what = ("sparse_recurrent", cell, weights.nonzeros, weights.longest)
     states = x_projected, h0, c0, hidden_bias, limit, lengths, resets
     return run_layer(dispatcher, what, problem_of, weights, *states, cell=cell, out=out, validate=validate)
 
@@ -264,7 +264,7 @@ def problem_of(
     weights: RecurrentWeights, steps: int, batch: int, cell: str, ragged: int = 0, resets: int = 0
 ) -> SparseRecurrent:
     """The problem of a call. Raises `ProblemError` if it is not valid."""
-    nonzeros = min(weights.hidden, preferred(weights.nonzeros, weights.gates * weights.hidden))
+    nonzeros = entries_kept(weights.nonzeros, weights.gates * weights.hidden, weights.hidden, weights.longest)
     return SparseRecurrent(steps, batch, weights.hidden, nonzeros, cell, weights.dtype, ragged, resets)
 
 

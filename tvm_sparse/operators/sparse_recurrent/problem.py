@@ -23,7 +23,7 @@ import dataclasses
 import itertools
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -264,6 +264,8 @@ TENS = (10, 13, 16, 20, 25, 32, 40, 50, 63, 80)
 HUNDREDS = (100, 112, 125, 140, 160, 180, 200, 224, 250, 280, 315, 355, 400, 450, 500, 560, 630, 710, 800, 900)
 # A mean that exceeds a preferred number by less than this counts as that number, since patterns are random.
 SLACK = 1.02
+# Entries that the registers of a large GPU hold, about.
+ON_CHIP = 4_000_000
 
 
 def preferred(entries: int, rows: int) -> int:
@@ -272,8 +274,37 @@ def preferred(entries: int, rows: int) -> int:
     Kernels serve any number, but keep this many on the chip: with a smaller one, typical rows would not fit.
     """
     mean = entries / rows / SLACK
+    return next(number for number in _preferred_numbers() if mean <= number)
+
+
+def _preferred_numbers() -> Iterator[int]:
     larger = (number * 10**power for power in itertools.count() for number in HUNDREDS)
-    return next(number for number in itertools.chain(SMALL, TENS, larger) if mean <= number)
+    return itertools.chain(SMALL, TENS, larger)
+
+
+# Few rows of a random pattern exceed the mean by DEVIATIONS standard deviations, none by NOT_RANDOM and SOME entries.
+DEVIATIONS, NOT_RANDOM, SOME = 4, 6, 2
+
+
+def longest_random(entries: int, width: int, deviations: float = DEVIATIONS) -> int:
+    """Number of entries that few rows of a random pattern exceed; rows have `width` columns, `entries` in the mean."""
+    n = min(entries, width)
+    return min(width, math.ceil(n + deviations * math.sqrt(n * (1 - n / width))))
+
+
+def entries_kept(entries: int, rows: int, width: int, longest: int) -> int:
+    """The `nonzeros` of a call, for a weight of `entries` entries in `rows` rows of `width` columns.
+
+    For a random pattern that is `preferred`. Magnitude pruning leaves rows of very different lengths: then it is the
+    number of a random pattern whose longest row has `longest` entries too, for in each step all units wait for the
+    longest row, which has to be on the chip. Where so many entries do not fit on a chip, the mean decides.
+    """
+    typical = min(width, preferred(entries, rows))
+    if longest <= longest_random(typical, width, NOT_RANDOM) + SOME:
+        return typical
+    larger = (n for n in _preferred_numbers() if n >= typical)
+    found = min(width, next(n for n in larger if longest_random(min(n, width), width) >= longest))
+    return found if rows * found <= ON_CHIP else typical
 
 
 def rounded_limit(limit: Any, dtype: str) -> float:
