@@ -115,6 +115,26 @@ def test_a_small_model_by_hand() -> None:
     assert small().choose(problem(4000), dataclasses.replace(SM90, kind="llvm")) is None
 
 
+def test_a_model_says_nothing_of_what_it_has_not_seen() -> None:
+    """Of problems with an axis that no problem of its training had, such as a bias."""
+    shipped = predictor.read(paths.shipped_logs() / "sm_90a" / "softmax_topk" / predictor.NAME)
+    plain = parse("softmax_topk/batch=8,vocab=32000,k=20,dtype=bfloat16")
+    assert shipped.ranked(plain, SM90)
+    for name in plain.added_axes:
+        more = dataclasses.replace(plain, **{name: 1})
+        unseen = dataclasses.replace(
+            shipped,
+            trees=dataclasses.replace(
+                shipped.trees,
+                features=tuple(
+                    "problem.unknown" if one == f"problem.{name}" else one for one in shipped.trees.features
+                ),
+            ),
+        )
+        if name in more.as_tuned().added:
+            assert unseen.ranked(plain, SM90) and not unseen.ranked(more, SM90) and unseen.choose(more, SM90) is None
+
+
 def test_when_look_up_predicts(tmp_path: Path) -> None:
     """Between bucket and nearby; not where a record says more that the model has not seen; not for policy `exact`."""
     learned = problem(640)
