@@ -116,23 +116,17 @@ def test_a_small_model_by_hand() -> None:
 
 
 def test_a_model_says_nothing_of_what_it_has_not_seen() -> None:
-    """Of problems with an axis that no problem of its training had, such as a bias."""
-    shipped = predictor.read(paths.shipped_logs() / "sm_90a" / "softmax_topk" / predictor.NAME)
-    plain = parse("softmax_topk/batch=8,vocab=32000,k=20,dtype=bfloat16")
-    assert shipped.ranked(plain, SM90)
-    for name in plain.added_axes:
-        more = dataclasses.replace(plain, **{name: 1})
-        unseen = dataclasses.replace(
-            shipped,
-            trees=dataclasses.replace(
-                shipped.trees,
-                features=tuple(
-                    "problem.unknown" if one == f"problem.{name}" else one for one in shipped.trees.features
-                ),
-            ),
-        )
-        if name in more.as_tuned().added:
-            assert unseen.ranked(plain, SM90) and not unseen.ranked(more, SM90) and unseen.choose(more, SM90) is None
+    """Of problems with an axis that no problem of its training had."""
+    template, model = spaces.find("edit_slices"), small()
+    plain = parse("edit_logits/batch=8,vocab=32000,words=32,dtype=bfloat16")
+    capped = dataclasses.replace(plain, capped=1)
+    point = template.candidate(template.default(plain, SM90))
+    templates = {template.name: template.version}
+    blind = dataclasses.replace(model, operator=plain.operator, templates=templates, known=(point,))
+    assert blind.ranked(plain, SM90) == [point] and blind.choose(plain, SM90) is not None
+    assert blind.ranked(capped, SM90) == [] and blind.choose(capped, SM90) is None
+    trees = dataclasses.replace(model.trees, features=(*model.trees.features, "problem.capped"))
+    assert dataclasses.replace(blind, trees=trees).ranked(capped, SM90)[0] == point
 
 
 def test_when_look_up_predicts(tmp_path: Path) -> None:
