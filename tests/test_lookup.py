@@ -173,6 +173,15 @@ def test_a_record_that_was_compared_with_another_default_says_nothing() -> None:
     assert chosen(rows(64), rows(64), 0.0, fallback=other).how == "exact"  # of the very problem it needs no gain
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_library_of_a_larger_batch_comes_before_one_of_a_smaller(order: int) -> None:
+    """Though that is nearer: of the larger ones the nearest, and of the smaller ones if there are no others."""
+    built = [lookup.Built(rows(batch).key, WON, "fallback", {}) for batch in (6, 9, 40, 70)][::order]
+    for batch, taken in ((5, 6), (8, 9), (10, 40), (41, 70), (71, 70), (100, 70)):
+        found = lookup.choose(rows(batch), SM90, Evidence(built=built))
+        assert found.compiled_for == rows(taken), batch
+
+
 def test_the_record_most_like_it_decides() -> None:
     """Where that one gained nothing, a farther one that did is not asked."""
     near, far = ({"seconds": 1e-6, "fallback_seconds": 1e-6 * ratio} for ratio in (1.0, 2.0))

@@ -131,6 +131,21 @@ def test_contenders_are_points_of_the_problem_the_likely_ones_first() -> None:
     assert measuring.contenders(problem, where, one, evidence)[:2] == [narrow, fallback]
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_many_records_the_nearest_are_contenders(order: int) -> None:
+    """Whatever their order in the evidence."""
+    problem, where = parse("softmax_topk/batch=4,vocab=32000,k=5"), machine.resolve("h200")
+    points = [
+        one
+        for one in spaces.points(problem, where, spaces.applicable(problem, where)[0])
+        if one.template == "threshold_gate" and one != spaces.fallback(problem, where)
+    ][: 8 * measuring.RUNNERS_UP]
+    keys = [f"softmax_topk/batch=4,vocab={32000 + 1000 * n},k=5,dtype=float32" for n in range(1, len(points) + 1)]
+    known = list(zip(keys, (Known(one, {}) for one in points), strict=True))[::order]
+    found = measuring.contenders(problem, where, lookup.fallback(problem, where, ""), Evidence(dict(known)))
+    assert found[1 : measuring.RUNNERS_UP + 1] == points[: measuring.RUNNERS_UP]
+
+
 @pytest.mark.timeout(280)
 def test_the_script_shows_regret_before_and_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, children_without_torch: None

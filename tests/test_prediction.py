@@ -115,6 +115,20 @@ def test_a_small_model_by_hand() -> None:
     assert small().choose(problem(4000), dataclasses.replace(SM90, kind="llvm")) is None
 
 
+def test_a_model_says_nothing_of_what_it_has_not_seen() -> None:
+    """Of problems with an axis that no problem of its training had."""
+    template, model = spaces.find("edit_slices"), small()
+    plain = parse("edit_logits/batch=8,vocab=32000,words=32,dtype=bfloat16")
+    capped = dataclasses.replace(plain, capped=1)
+    point = template.candidate(template.default(plain, SM90))
+    templates = {template.name: template.version}
+    blind = dataclasses.replace(model, operator=plain.operator, templates=templates, known=(point,))
+    assert blind.ranked(plain, SM90) == [point] and blind.choose(plain, SM90) is not None
+    assert blind.ranked(capped, SM90) == [] and blind.choose(capped, SM90) is None
+    trees = dataclasses.replace(model.trees, features=(*model.trees.features, "problem.capped"))
+    assert dataclasses.replace(blind, trees=trees).ranked(capped, SM90)[0] == point
+
+
 def test_when_look_up_predicts(tmp_path: Path) -> None:
     """Between bucket and nearby; not where a record says more that the model has not seen; not for policy `exact`."""
     learned = problem(640)

@@ -160,6 +160,11 @@ def test_what_won_for_similar_problems_is_tried_first(log: Log) -> None:
     )
     tables = spaces.searched(PROBLEM, cpu(), ())[0]
     assert plans.winners_nearby(PROBLEM, cpu(), tables, log) == [OTHERS[2], OTHERS[1], OTHERS[0]]
+    # One of another dtype comes last, wherever it stands in the log.
+    alien = dataclasses.replace(PROBLEM, dtype="float16" if PROBLEM.axes["dtype"] == "float32" else "float32")
+    elsewhere = Log(log.root / "elsewhere", log.arch, log.operator)
+    elsewhere.append_best(winner(alien.key, OTHERS[3]), winner(far.key, OTHERS[0]), winner(near.key, OTHERS[1]))
+    assert plans.winners_nearby(PROBLEM, cpu(), tables, elsewhere) == [OTHERS[1], OTHERS[0], OTHERS[3]]
     run(log, 2 * plans.PROVEN_SHARE)
     tried = [trial.candidate for trial in log.read().trials]
     assert tried[:3] == [FALLBACK, OTHERS[2], OTHERS[1]]

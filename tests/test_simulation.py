@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import sys
@@ -62,6 +63,8 @@ def test_a_file_says_what_was_measured_and_what_is_damaged(path: Path, tmp_path:
     plain = tmp_path / "plain.jsonl"
     files.write(plain, Space(space.sessions, space.trials[:-1]))
     assert files.read(plain).trials == space.trials[:-1] and not files.read(plain).complete
+    spoilt = dataclasses.replace(space.trials[-1], outcome="environment", reason="why", seconds=())
+    assert not Space(space.sessions, (*space.trials[:-1], spoilt)).complete
     lines = plain.read_bytes().splitlines(keepends=True)
     plain.write_bytes(b"".join([*lines[:5], lines[5].replace(b"wide", b"tall"), *lines[6:]]))
     with pytest.raises(SpaceError, match="line 6: checksum"):

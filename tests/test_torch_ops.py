@@ -468,7 +468,7 @@ def test_a_weight_that_is_validated_is_validated_every_time(monkeypatch: pytest.
 
 def test_a_structure_is_one_integer() -> None:
     for one in (
-        Structure(66), Structure(0, 0, "skewed"), Structure(2**31 - 1, 2**30 - 2, "skewed", True),
+        Structure(66), Structure(0, 0, "skewed"), Structure(2**31 - 1, 2**29 - 2, "skewed", True, True),
         Structure(5, 1, "uniform", True),
     ):  # fmt: skip
         assert 0 <= one.packed() < 2**63 and Structure.unpacked(one.packed()) == one

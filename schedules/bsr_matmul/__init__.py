@@ -30,6 +30,7 @@ FALLBACKS: dict[str, tuple[Template, ...]] = {
         warpgroups,
         tensor_core,
         staged_x,
+        over_blocks,
         warp_shuffle,
         per_element,
     ),

@@ -36,6 +36,9 @@ TILE_N = powers(1, 8)
 ROWS = powers(1, 32)
 # Stored elements of a row for each thread of a dot product, by default.
 STORED_EACH = 12
+# Few rows: so many outputs for each multiprocessor, at most. Long ones: so many steps of a warp, at least; then more
+# threads take part.
+WARP, FEW_ROWS, MOST_STEPS, MANY_THREADS = 32, 2, 16, 256
 # Elements of a load: up to 16 bytes, of float32 or of 16-bit elements.
 VECTOR = powers(1, 8)
 # Values that a thread holds at once: its partial sums, and the vectors that they are made of. Beyond MAX_HELD the
@@ -115,9 +118,27 @@ def shared_default(problem: BsrMatmul, machine: Machine) -> Decisions:
     return {**default(problem, machine), "reduce_threads": 64}
 
 
+def blocks_declines(problem: BsrMatmul, machine: Machine) -> bool:
+    """Whether a warp for each row is enough, of as many steps as it takes: 256 rows of 943 single elements took 10.9 us
+    by `warp_shuffle` on an H200, and 2.4 with 256 threads each (`scripts/regret.py`, seed 19).
+    """
+    rows, cols = problem.block_shape
+    steps = problem.k * (1 - problem.sparsity) / (WARP * min(cols, 4))
+    few = problem.grid[0] * problem.m <= FEW_ROWS * machine.cores
+    return not (few and rows * cols < WARP and steps >= MOST_STEPS)
+
+
 def blocks_default(problem: BsrMatmul, machine: Machine) -> Decisions:
-    """Up to 32 threads, as many as a row can have blocks, and as many rows beside each other as make a warp of them."""
+    """Up to 32 threads, as many as a row can have blocks, and as many rows beside each other as make a warp of them.
+
+    Few long rows have 256 threads each.
+    """
     point = default(problem, machine)
+    if not blocks_declines(problem, machine):
+        most = max(count for count in blocks_space(problem, machine)["reduce_threads"] if count <= MANY_THREADS)
+        wide = {**point, "reduce_threads": most, "rows": 1, "tile_n": 1}
+        if blocks_allowed(problem, machine, wide) is None:
+            return wide
     threads = max(count for count in blocks_space(problem, machine)["reduce_threads"] if count <= 32)
     for tile_n in (point["tile_n"], 1):
         fitting = [rows for rows in ROWS if problem.n // tile_n % rows == 0 and rows * threads >= 32]
@@ -362,6 +383,7 @@ over_blocks = Template(
     summary="threads share a dot product, each with blocks of its own (Gu 2020, 4.4.1)",
     space=blocks_space,
     default=blocks_default,
+    declines=blocks_declines,
     program=blocks_build,
     allowed=blocks_allowed,
     features=blocks_features,

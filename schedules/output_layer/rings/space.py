@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, NotApplicable, Table
+from tvm_sparse.operators.head_draw.problem import HeadDraw
 from tvm_sparse.operators.head_topk.problem import word_size
 
 from ..best.sizes import SEARCH_REGISTERS, THREADS
@@ -38,6 +39,8 @@ from ..words import OutputLayer, candidates_of, lists_of, most_words, stored_of
 # Stages of the ring: more were never faster with 16-bit numbers. With 8-bit ones the number of stages is a decision:
 # while warps convert a tile, which takes them longer, loads of other tiles are in flight.
 STAGES, EIGHT_BIT_STAGES = 2, (2, 3, 4)
+# Tiles of each of two thread blocks of a multiprocessor that are few.
+FEW_TILES = 4
 # Percent of the tiles that thread blocks take as they come to them; the others are dealt out.
 DYNAMIC = (0, 12, 25, 6)
 LIKELY_DYNAMIC = 12
@@ -121,6 +124,11 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
         # With few tiles a thread, few threads find room beside the first kernel's.
         many = most_words(problem) > TILE_N[0] * THREADS[1] * min(SEARCH_REGISTERS)
         point["threads"] = THREADS[2] if large and many else THREADS[1]
+        # With few tiles a thread block, two of a multiprocessor load hidden states for little: a draw at
+        # (7, 12345, 1920) took 20.3 us with them, 13.8 with one and more threads that search.
+        few = most_words(problem) < FEW_TILES * TILE_N[0] * 2 * machine.cores
+        if large and few and isinstance(problem, HeadDraw):
+            point |= {"blocks": once, "threads": THREADS[-1]}
         if not halves:
             point |= {"staged": 1, "blocks": once, "prefetch": 0, "dynamic": 0}
     choices = [point]
