@@ -318,7 +318,7 @@ def test_the_kernel_is_the_likely_way_where_it_reads_words_once(arch: str, dtype
     ("axes", "rows"),
     [("vocab=32000,hidden=5120", 48), ("vocab=262144,hidden=5376", 48), ("vocab=64000,hidden=6864", 48),
      ("vocab=6000,hidden=5376", 0), ("vocab=129280,hidden=7168", 48), ("vocab=128256,hidden=8192", 48),
-     ("vocab=128256,hidden=8208", 8), ("vocab=128256,hidden=16384", 8), ("vocab=128256,hidden=16400", 0)],
+     ("vocab=128256,hidden=8208", 0)],
 )  # fmt: skip
 @pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn"])
 def test_eight_bits_have_a_kernel_up_to_some_rows_and_columns(stored: str, axes: str, rows: int) -> None:

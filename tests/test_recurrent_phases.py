@@ -255,6 +255,18 @@ def test_the_default(key: str, blocks: tuple[int, ...], threads: tuple[int, ...]
     assert found["registers"] * found["reduce_threads"] >= longest_row(problem_of(key))
 
 
+@pytest.mark.parametrize(
+    ("key", "least"),
+    [
+        ("steps=256,batch=4,hidden=5760,nonzeros=576", 512),
+    ],
+)
+def test_the_default_keeps_most_of_rows_that_exceed_the_registers(key: str, least: int) -> None:
+    """To read an entry again at each step takes more time than any number of threads gains."""
+    found = spaces.find("persistent_rows").default(problem_of(key), SM90)
+    assert least <= found["registers"] * found["reduce_threads"] < longest_row(problem_of(key))
+
+
 def test_what_does_not_apply() -> None:
     rows, cluster = spaces.find("persistent_rows"), spaces.find("cluster_rows")
     with pytest.raises(NotApplicable, match="exceed the shared memory of a thread block"):

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import os
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -411,20 +412,25 @@ def test_other_points_thread_by_thread(template: Template) -> None:
 @pytest.mark.parametrize(
     ("key", "decisions"),
     [
-        ("rows=5,vocab=40,width=48,nonzeros=9,weighted=1,padded=1,stored=int8,tables=3", {"loads": 2, "tiles": 2}),
-        ("rows=5,vocab=40,width=20,nonzeros=40,dtype=float16,index=int64,mode=mean,padded=1,tables=2", {"overlap": 1}),
-        ("rows=5,vocab=40,width=32,nonzeros=6,dtype=bfloat16,mode=max,padded=1,stored=float8_e4m3fn", {"overlap": 2}),
-        ("rows=5,vocab=40,width=33,nonzeros=6,mode=mean,stored=int8", {"overlap": 2, "prefetch": 1}),
+        ("rows=5,vocab=40,width=48,nonzeros={},weighted=1,padded=1,stored=int8,tables=3", {"loads": 2, "tiles": 2}),
+        ("rows=5,vocab=40,width=20,nonzeros={},dtype=float16,index=int64,mode=mean,padded=1,tables=2", {"overlap": 1}),
+        ("rows=5,vocab=40,width=32,nonzeros={},dtype=bfloat16,mode=max,padded=1,stored=float8_e4m3fn", {"overlap": 2}),
+        ("rows=5,vocab=40,width=33,nonzeros={},mode=mean,stored=int8", {"overlap": 2, "prefetch": 1}),
     ],
     ids=["int8-tables", "means-of-tables", "maxima-float8", "means-int8"],
 )
 def test_bags_thread_by_thread(key: str, decisions: dict[str, int]) -> None:
-    problem, template = parse(f"nhot_lookup/{key}"), spaces.find("warp_gather")
+    """Rows of fewer entries than a warp has lanes, and of more; the program is built for either."""
+    few, many = random.randint(1, 32), random.randint(33, 96)
+    problem = parse(f"nhot_lookup/{key}".format(random.choice((few, many))))
+    template = spaces.find("warp_gather")
     point = {**template.default(problem, SM90), **decisions}
     assert template.allowed(problem, SM90, point) is None
     program = template.build(problem, point)
     for seed, structure in enumerate(("random", "ragged", "empty_rows", "special")):
-        verify(problem, structure, seed, emulated(program, seed), workspaces(program, problem))
+        for entries in (few, many):
+            case = dataclasses.replace(problem, nonzeros=entries)
+            verify(case, structure, seed, emulated(program, seed), workspaces(program, case))
 
 
 @pytest.mark.parametrize("beyond", [0, 1])

@@ -41,12 +41,12 @@ def cpu_chunk(vocab: int, slices: int) -> int:
 
 
 def cpu_chunks(vocab: int) -> tuple[int, ...]:
-    """Sizes of slices to choose from."""
+    """The words that a slice of the vocabulary may have."""
     return tuple(sorted({cpu_chunk(vocab, slices) for slices in CPU_SLICES}))
 
 
 def cpu_chunk_each(vocab: int, lists: int, machine: Machine) -> int:
-    """The size of slices at which each core gets one."""
+    """Words of a slice of the vocabulary where all lists together have about as many slices as the CPU has cores."""
     return cpu_chunk(vocab, max(n for n in CPU_SLICES if n == 1 or n * lists <= machine.cores))
 
 

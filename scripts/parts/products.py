@@ -21,7 +21,7 @@ from .text import percent, span, table, times_as, us
 
 SM90 = resolve("sm_90a")
 # A call counts as no slower than another product up to this ratio, and as ahead beyond it. Many rows of x.
-EQUAL, MANY = 1.03, 1024
+EQUAL, MANY = 1.03, 512
 
 
 @part
@@ -132,7 +132,8 @@ def block_grid() -> str:
     sparsities = sorted({sparsity for _, sparsity in ratios})
     lines = []
     for block in sorted({block for block, _ in ratios}):
-        cells = [f"{statistics.geometric_mean(ratios[block, s]):.2f} ({max(ratios[block, s]):.2f})" for s in sparsities]
+        own = [ratios.get((block, sparsity), []) for sparsity in sparsities]
+        cells = [f"{statistics.geometric_mean(one):.2f} ({max(one):.2f})" if one else "-" for one in own]
         many = [row for row in rows if int(row["block"]) == block and int(row["m"]) >= MANY]
         behind = max((float(row["sparsity"]) for row in many if float(row["over_best"]) * EQUAL > 1), default=0.0)
         lines.append([str(block), *cells, next((f"{s:g}" for s in sparsities if s > behind), "-")])
@@ -150,7 +151,7 @@ def block_grid_worst() -> str:
     return (
         f"{len(rows) - len(slower)} of {len(rows)} calls take at most {EQUAL} times as long as the fastest other"
         f" product, {sum(row['way'] == DENSE for row in rows)} by the dense way."
-        f" The others that are furthest from it: {worst}."
+        f" The others: {worst}."
     )
 
 

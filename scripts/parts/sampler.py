@@ -6,7 +6,7 @@ from .register import part
 from .results import RESULTS, provenance, results
 from .text import code, percent, table, us
 
-REPLACED, MODELS = "replace-sampler-h200", "decode-models-h200"
+REPLACED, MODELS, EDITS = "replace-sampler-h200", "decode-models-h200", "edits-h200"
 BODY = "body alone"
 
 
@@ -51,3 +51,17 @@ def decode_models() -> str:
     head = ["sizes of", "rows", *(code(way) if "_" in way else way for way in ways)]
     body = table(head, [[*key, *cells] for key, cells in lines.items()])
     return f"{provenance(MODELS)}; {found.facts['timing']}; bfloat16, a CUDA graph a step.\n\n{body}"
+
+
+@part
+def edit_costs() -> str:
+    """What penalties in place add to a sampler."""
+    found = results(EDITS)
+    lines: dict[tuple[str, str], list[str]] = {}
+    for row in found.rows:
+        cell = f"{us(float(row['sampler']))}: {float(row['over_sampler']):.2f}"
+        lines.setdefault((row["rows"], row["dtype"]), []).append(cell)
+    names = list(dict.fromkeys(row["filter"] for row in found.rows))
+    head = ["rows", "dtype", *(f"{name}, us: with penalties" for name in names)]
+    body = table(head, [[*key, *cells] for key, cells in lines.items()])
+    return f"{provenance(EDITS)}; {found.facts['timing']}; 128,256 words, 100 of each row with penalties.\n\n{body}"

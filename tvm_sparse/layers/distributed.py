@@ -173,7 +173,9 @@ class TopkHead:
         return merge_sample(parts, uniforms, top_k=top_k, temperature=float(temperature), top_p=top_p, min_p=min_p)
 
     def _gathered(self, part: tuple[Any, ...], k: int) -> list[tuple[Any, Any, Any]]:
-        """The parts of all processes, sent as one array of int32 of one width."""
+        """The best k words, their columns and the normalisers of every process, each sent as one int32 array that is as
+        wide as the largest.
+        """
         widths = [min(k, words) for words in self._words]
         most = max(widths)
         values, indices, normaliser = part

@@ -210,7 +210,9 @@ class Judge:
         return spaces.fallback(self.problem, self.machine)
 
     def near(self, other: Problem) -> float | None:
-        """Octaves to a problem whose decisions may be considered; None if it is too far away, or of another kind."""
+        """The distance to a recorded problem (`octaves`), or None if its decisions are not to be considered: it is too
+        far away, or differs in an axis that has no distance.
+        """
         away = octaves(self.problem, other, self.machine)
         if away is None or self.lenient:
             return away

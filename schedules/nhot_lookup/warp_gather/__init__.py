@@ -36,7 +36,7 @@ from . import space
 warp_gather = in_phases(
     space,
     name="warp_gather",
-    version=4,
+    version=5,
     operator="nhot_lookup",
     summary="a warp a tile of a row, several wide loads in flight a lane",
 )

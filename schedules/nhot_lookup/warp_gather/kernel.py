@@ -206,8 +206,18 @@ def load_window(e, /, s, io, begin, lane, window):
             s.real = s.real + T.Cast("int32", window.column != s.padding)
         if e.weighted:
             window.value = load_element(e.value, io.values.ptr_to([begin + T.Cast(e.index, lane)]))
-        if e.scaled:
-            T.ptx.ld.global_.f32(window.scale, io.scales.ptr_to([T.Cast("int64", window.column)]))
+        if e.scaled:  # entries that were guessed may be another table's, whose ids are larger
+            row: T.let = T.min(window.column, T.Cast("int32", io.vocab - 1)) if e.tables > 1 else window.column
+            T.ptx.ld.global_.f32(window.scale, io.scales.ptr_to([T.Cast("int64", row)]))
+
+
+@phase
+def take_next_window(e, /, s):
+    """The next window in the place of this one."""
+    s.window.column = s.next_window.column
+    s.window.value = s.next_window.value
+    if e.scaled:
+        s.window.scale = s.next_window.scale
 
 
 def held_by(s: State, u: Any, whole: bool) -> Any:
@@ -479,8 +489,7 @@ def gather_entries(e, /, s, io, at):
         if ahead:
             s.done = 0
         s.first = s.first + T.Cast(e.index, WARP)
-        s.window.column = s.next_window.column
-        s.window.value = s.next_window.value
+        take_next_window(e)(s)
 
 
 @phase

@@ -45,7 +45,7 @@ def most_shared(machine: Machine) -> int:
 
 
 def search_allowed(e: SearchSizes, machine: Machine) -> str | None:
-    """Why there is no such second kernel."""
+    """Why the kernel that finds the best tokens cannot have these sizes; None if it can."""
     if e.draws:
         return None
     if e.k and e.groups > e.threads:

@@ -181,8 +181,12 @@ def exponentials(e, /, s, size, factor):
 
 @phase
 def add_up(e, /, io, s):
-    """Reads: `pairs`, `top`. Writes: `d`, of the row, in the first warp, and after `pairs`; the normaliser.
-    Barriers: none. The next one makes the sum visible."""
+    """Add up the sums of exponentials of all warps, by the first warp.
+
+    Reads: `pairs`, one sum of each warp; `top`.
+    Writes: `d` of the first warp and `pairs[32]`, the row's sum; the normaliser.
+    Barriers: none; the caller's next one makes `pairs[32]` visible to other warps.
+    """
     if s.t < 32:
         s.d[0] = T.Select(s.t < e.threads // 32, s.pairs[s.t], T.float32(0))
         sum_lanes(s.d, 0)

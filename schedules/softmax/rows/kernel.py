@@ -186,7 +186,10 @@ def join_lanes(ext, /, s, X):
 
 @phase
 def scale_kept(ext, /, s, Y):
-    """Reads: what `keep_exponentials` wrote, `base`, `m`, `d`. Writes: `base`; the probabilities of all vectors."""
+    """Turn the exponentials that `keep_exponentials` has kept, relative to each chunk's maximum, into probabilities.
+
+    Reads: these, `base`, `m`, `d`. Writes: `base`, now the factor of each chunk; the probabilities of all vectors.
+    """
     simd = T.meta_var(ext.simd)
     for c in range(ext.chunks):
         s.base[c] = T.exp(s.base[c] - s.m[0]) * s.d[0]

@@ -238,7 +238,8 @@ def limit_equals(layout, /, s):
 
 
 def in_order(layout: Layout, x: Any, small: int, large: int) -> tirx.PrimExpr:
-    """Whether a vector with these two ends may belong to a run in order; it does not if it lies outside of the row.
+    """Whether a vector may belong to a run of the row that is in order, by its first and last element: x[small] is the
+    one that would be the smaller. False for a vector outside of the row.
     """
     tiling = layout.tiling
     whole = tiling.whole

@@ -50,6 +50,9 @@ BATCHED = 4  # entries that are not in registers which a lane reads at once
 # For `cycles`, as fitted to an H200. Bytes that a multiprocessor reads in a cycle from its shared memory, and by how
 # much bank conflicts prolong it; from the L2 cache, at most, and all multiprocessors together; multiplications.
 SHARED_RATE, CONFLICTS, L2_EACH, L2_ALL, MULTIPLIERS = 128, 1.5, 56, 7000, 128
+# Bytes that all multiprocessors together read in a cycle of entries that are not in registers: each lane waits for
+# `BATCHED` of them at a time. Four layers of 3 to 24 MB beyond the registers took 700 to 1,200.
+AGAIN = 950  # of entries of two words; others have not been timed
 # Cycles until a batch of gathers, a shuffle and the gates are done; of a round of copying; of each thread that polls,
 # and of each thread block that is waited for; and of a row that is not all on chip, for which the layer waits.
 GATHER, SHUFFLE, GATES, ROUND, POLL, WAIT, REST = 45, 26, 150, 900, 0.8, 2, 400
@@ -233,7 +236,7 @@ def operate_cycles(e: Extents) -> float:
     gathers = rows * row * max(e.column_bytes, 4) * CONFLICTS / SHARED_RATE
     products = rows * row * e.pack * (2 if e.itemsize == 2 else 1) / MULTIPLIERS
     issued = ceildiv(warps, 4) * e.rows * rounds * (e.pack + 3)
-    again = rows * (row - held) * e.words * 4 / rate
+    again = rows * (row - held) * e.words * 4 / (AGAIN / e.blocks if e.words == 2 else rate)
     way: float = e.rows * ceildiv(rounds, e.gathered) * GATHER
     way += (e.lanes.bit_length() - 1) * (SHUFFLE + 4 * (e.rows - 1)) + GATES * (1 + e.units) / 2
     beyond = e.registers * e.lanes < longest_random(e.nonzeros, e.columns)
@@ -271,14 +274,18 @@ def likely_points(problem: RecurrentLayer, machine: Machine, pack: int, of: Size
 def best_point(problem: RecurrentLayer, machine: Machine, of: Sizes) -> tuple[tuple[str, int], ...]:
     """Of the likely points with as many samples per gather as possible, the one that takes the fewest `cycles`.
 
-    Only those count whose rows are on chip, if there are any, and of these only the `usual` ones, if there are any.
+    Only those count whose rows are on chip, if there are any, and of these only the `usual` ones, if there are any. Of
+    others with entries of two words the time to read these again decides.
 
     Raises `NotApplicable` if there is none.
     """
     for pack in reversed(_table(problem, machine)["pack"]):
         found = list(likely_points(problem, machine, pack, of))
         if found:
-            held = [point for point in found if reach(point) >= longest_row(problem)] or found
+            held = [point for point in found if reach(point) >= longest_row(problem)]
+            if not held and of(problem, found[0]).words == 2:
+                return tuple(min(found, key=lambda p: cycles(of(problem, p))).items())
+            held = held or found
             known = [point for point in held if point["threads"] in (USUAL_THREADS, *MORE_THREADS)] or held
             best = [point for point in known if usual(problem, point, of)] or known
             return tuple(min(best, key=lambda p: cycles(of(problem, p))).items())

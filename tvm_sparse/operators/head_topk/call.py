@@ -88,12 +88,13 @@ REGISTER_BYTES, DIVIDED_BYTES, SHARED_BYTES = 128 * 1024, 256 * 1024, 200 * 1024
 # warps that share wider rows.
 ALONE_COLUMNS, SUMS_BYTES = 2048, 8192
 # A kernel reads an embedding in eight bits for at most STORED_ROWS rows, sixteen of them at a time, and at most
-# STORED_COLUMNS columns; of one above STORED_LARGE bytes up to PARTS_COLUMNS, and for eight rows up to FEW_COLUMNS, if
-# a thread block may have PARTS_SHARED bytes of shared memory. Otherwise the embedding is converted in parts, each read
-# three times, for PyTorch's product. The kernel's WARPS divide the columns in steps of STEP, a cache line of 16-bit
-# numbers, and each warp must have some; groups of columns with a scale of their own are whole steps.
+# STORED_COLUMNS columns; of one above STORED_LARGE bytes at most PARTS_COLUMNS, if a thread block may have PARTS_SHARED
+# bytes of shared memory (for eight rows 16,384 columns fit, which has not been timed). Otherwise the embedding is
+# converted in parts, each read three times, for PyTorch's product. The kernel's WARPS divide the columns in steps of
+# STEP, a cache line of 16-bit numbers, and each warp must have some; groups of columns with a scale of their own are
+# whole steps.
 STORED_ROWS, STORED_COLUMNS, WARPS, STEP = 48, 5120, 8, 64
-STORED_LARGE, PARTS_COLUMNS, FEW_COLUMNS, PARTS_SHARED = 40 * 2**20, 8192, 16384, 227 * 1024
+STORED_LARGE, PARTS_COLUMNS, PARTS_SHARED = 40 * 2**20, 8192, 227 * 1024
 # Vectors of which a hidden state must be a whole number, and the largest k, for kernels with tensor cores. Kernels
 # without them take 2.5 times as long as the product at (1, 50257, 1001) in bfloat16, and 4.6 times with eight rows.
 VECTOR_BYTES, FUSED_K = 16, 256
@@ -446,8 +447,7 @@ def likely_way(problem: HeadTopk, machine: Machine) -> str:
         rows = STORED_ROWS
         if problem.hidden > STORED_COLUMNS:
             room = machine.block_shared_bytes >= PARTS_SHARED and problem.vocab * problem.hidden > STORED_LARGE
-            rows = 0 if not room or problem.hidden > FEW_COLUMNS else EIGHT
-            rows = STORED_ROWS if rows and problem.hidden <= PARTS_COLUMNS else rows
+            rows = STORED_ROWS if room and problem.hidden <= PARTS_COLUMNS else 0
         return KERNEL if suits and problem.batch <= rows else PRODUCT
     if machine.has_warpgroups and size == 2:
         return KERNEL if problem.batch <= grouped_rows(problem) else PRODUCT
