@@ -85,8 +85,8 @@ GXX = ["g++", "-x", "c++", "-std=c++17", "-fPIC", "-w", "-U_FORTIFY_SOURCE"]
 QUICK_LLVM = {"kind": "llvm", "opt-level": 0}
 MACHINE_FLAGS = ["-O2", "-DCOC_MACHINE"]
 # -Og, because most kernels run for less time than g++ takes to optimise them. No guards around static variables: shared
-# arrays are static here, and their locks would be instrumented. Registers that nothing was written to hold a pattern,
-# as they may hold anything on a GPU.
+# arrays are static here, and their locks would be instrumented. Registers that nothing was written to hold a pattern:
+# on a GPU they may hold anything.
 KERNEL_FLAGS = [
     "-Og", "-g1", "-fno-threadsafe-statics", "-fno-strict-aliasing", "-ffp-contract=off", "-fwrapv",
     "-ftrivial-auto-var-init=pattern",

@@ -71,8 +71,8 @@ class ClusterExtents(Extents):
     absent = extent(lambda e: e.cluster * e.chunk)
     vectors = extent(lambda e: e.cluster * e.chunk_bytes // WIDEST + 1)
     # Whether each warp stores its states in all thread blocks of the cluster; else a thread block's states are sent
-    # together, by bulk copies. On an H200 that took 0.70 to 0.90 times as long in seven calls of LSTMs and GRUs, and
-    # 0.90 to 1.19 times in nine of layers with one gate.
+    # together, by bulk copies. At the same points on an H200 that took 0.69 to 1.04 times as long in ten calls of LSTMs
+    # and GRUs, and 0.90 to 1.19 times in nine of layers with one gate.
     stores = whether(lambda e: e.gates > 1 and e.exchanges == 1)
     # With `stores` all lanes finish: each sends to some thread blocks.
     finishing = extent(lambda e: e.lanes if e.stores else e.pack)
