@@ -116,7 +116,7 @@ def test_a_small_model_by_hand() -> None:
 
 
 def test_a_model_says_nothing_of_what_it_has_not_seen() -> None:
-    """Of problems with an axis that no problem of its training had."""
+    """A problem has an axis that no problem of its training had."""
     template, model = spaces.find("edit_slices"), small()
     plain = parse("edit_logits/batch=8,vocab=32000,words=32,dtype=bfloat16")
     capped = dataclasses.replace(plain, capped=1)

@@ -36,8 +36,8 @@ TILE_N = powers(1, 8)
 ROWS = powers(1, 32)
 # Stored elements of a row for each thread of a dot product, by default.
 STORED_EACH = 12
-# Few rows: so many outputs for each multiprocessor, at most. Long ones: so many steps of a warp, at least; then more
-# threads take part.
+# Outputs of each multiprocessor up to which rows are few, steps of a warp from which on they are long, and threads for
+# each such row.
 WARP, FEW_ROWS, MOST_STEPS, MANY_THREADS = 32, 2, 16, 256
 # Elements of a load: up to 16 bytes, of float32 or of 16-bit elements.
 VECTOR = powers(1, 8)
