@@ -1179,11 +1179,11 @@ def test_an_array_that_nobody_reads_needs_a_library_that_makes_it(monkeypatch: p
     """On a GPU; kernels of weights that nobody has looked at take one."""
     known = arrays.facts("indptr", ints(0, 1))
     like = Foreign(ints(0, 1))
-    assert weight_module.unread((4, 3), like, known).shape == (4, 3)
+    assert weight_module.unread_array((4, 3), like, known).shape == (4, 3)
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert weight_module.unread((4, 3), like, known).dtype == np.int32
+    assert weight_module.unread_array((4, 3), like, known).dtype == np.int32
     with pytest.raises(TypeError, match="weight: Foreign offers no way to make arrays on a GPU"):
-        weight_module.unread((4, 3), like, dataclasses.replace(known, device="cuda"))
+        weight_module.unread_array((4, 3), like, dataclasses.replace(known, device="cuda"))
 
 
 def parts(**changed: Any) -> tuple[Any, Any, Any]:

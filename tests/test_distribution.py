@@ -64,7 +64,7 @@ def test_an_operator_without_a_distribution_says_so() -> None:
 @pytest.mark.parametrize("count", [3, thorough(30)])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_defaults_of_drawn_problems_become_programs(name: str, count: int) -> None:
-    """Of every template that takes the problem: programs refuse layouts of shared memory with misaligned vectors."""
+    """Every template that takes the problem builds its default; a program with misaligned vectors is refused."""
     kind, rng = registry.find(name).problem, random.Random()
     for _ in range(count):
         problem = distribution.problem(kind, rng)

@@ -592,7 +592,7 @@ def test_references_share_a_quarter_of_the_processors(
 
 @pytest.mark.parametrize("reported", [{}, {"second": 0.25}, {"second": None}], ids=str)
 def test_a_search_whose_process_is_lost_learns_all_anew(tmp_path: Path, reported: dict[str, float | None]) -> None:
-    """What is being measured is a failure to the new one, which does not propose it again."""
+    """The new process counts candidates that are being measured as failures, and does not propose them again."""
     first, second = [c for c in spaces.points(PROBLEM, cpu(), spaces.applicable(PROBLEM, cpu())[0])][:2]
     requests: list[Any] = []
 

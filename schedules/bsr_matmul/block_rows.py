@@ -67,27 +67,22 @@ def build(problem: BsrMatmul, decisions: Decisions) -> Program:
     def stored(io, block, row, column):
         return io.data[io.places[block], column, row] if turned else io.data[block, row, column]
 
+    def regions(io, row):
+        """What a block row reads."""
+        shape = (cols, rows) if turned else (rows, cols)
+        return [
+            io.x[0:io.m, 0:k], io.data[0:io.nnzb, 0:shape[0], 0:shape[1]], io.indices[0:io.nnzb],
+            io.indptr[row : row + 2],
+            *([io.places[0:io.nnzb]] if turned else []),
+            *([io.bias[row * rows : row * rows + rows]] if biased else []),
+        ]
+
     @T.inline
     def body(io):
         for r in T.parallel(block_rows):
             with T.sblock("block_row"):
                 row = T.axis.spatial(block_rows, r)
-                if turned and biased:
-                    T.reads(
-                        io.x[0:io.m, 0:k], io.data[0:io.nnzb, 0:cols, 0:rows], io.indices[0:io.nnzb],
-                        io.indptr[row : row + 2], io.places[0:io.nnzb], io.bias[row * rows : row * rows + rows])
-                elif turned:
-                    T.reads(
-                        io.x[0:io.m, 0:k], io.data[0:io.nnzb, 0:cols, 0:rows], io.indices[0:io.nnzb],
-                        io.indptr[row : row + 2], io.places[0:io.nnzb])
-                elif biased:
-                    T.reads(
-                        io.x[0:io.m, 0:k], io.data[0:io.nnzb, 0:rows, 0:cols], io.indices[0:io.nnzb],
-                        io.indptr[row : row + 2], io.bias[row * rows : row * rows + rows])
-                else:
-                    T.reads(
-                        io.x[0:io.m, 0:k], io.data[0:io.nnzb, 0:rows, 0:cols], io.indices[0:io.nnzb],
-                        io.indptr[row : row + 2])
+                T.reads(*regions(io, row))
                 T.writes(io.y[0:io.m, row * rows : row * rows + rows])
                 part = T.sblock_alloc_buffer((outputs, simd), "float32")
                 for i, j in T.grid((io.m + (tile_m - 1)) // tile_m, rows // tile_n):

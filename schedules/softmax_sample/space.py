@@ -27,7 +27,7 @@ RESIDENT_TICKETS = 1024
 # Thread blocks of a row that take tickets. 0: rows that no filter cuts have clusters, too.
 TICKETS = (0, 2, 4, 8, 16)
 # Bytes of logits from which they do by default on GPUs with clusters; with fewer where there are more rows than
-# multiprocessors, two for a row of LEAST_SHARE bytes, and more of so many each.
+# multiprocessors, at most one thread block for each LEAST_SHARE bytes of a row, or two.
 LEAST_TICKETED, LEAST_SHARE = 15 << 20, 10_000
 # Thread blocks with tickets also share each of at most FEW_ROWS rows with at least LONG_ROW bytes; beyond ALONE rows
 # several of them share a multiprocessor, and have fewer vectors in hand.

@@ -14,8 +14,7 @@ from tvm_sparse.formats.block_recurrent import ROWS, tile_units
 from tvm_sparse.operators.block_recurrent.problem import BlockRecurrent
 from tvm_sparse.operators.sparse_recurrent.problem import EXCHANGES
 
-from ...recurrent.sizes import LINE, WARP, WIDEST, register_limit
-from ...sparse_recurrent.persistent_rows.space import step_alone
+from ...recurrent.sizes import LINE, WARP, WIDEST, register_limit, step_alone
 
 TENSOR_CORES = 80  # the compute capability from which on tensor cores multiply bfloat16
 # Groups that a warp multiplies in one round, a vector of each of two rows a lane: two instructions of a tensor core.

@@ -17,9 +17,9 @@ WARP = 32
 # Whole warps, up to 512 threads, so that each can have 128 registers.
 THREADS = powers(32, 512)
 # Rows of x of a tile.
+TILE_M = powers(1, 16)
 # Vectors of the longest row of a skewed pattern for each block row, from which on a warp is too slow for it.
 HEAVY = 2
-TILE_M = powers(1, 16)
 # Blocks that a thread has a vector of in a chunk: what is in flight at once.
 DEPTH = powers(1, 8)
 # Thread blocks that share a long row. 8 is the largest cluster that every GPU with clusters runs.

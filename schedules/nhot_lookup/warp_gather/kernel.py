@@ -55,7 +55,7 @@ class Window(Buffers):
 
     column: Any = scalar()  # the entry's id
     value: Any = scalar("float32")
-    # Of the table's row, if it is stored in eight bits.
+    # The scale of the table's row, if it is stored in eight bits.
     scale: Any = scalar("float32", when=lambda e: e.scaled)
 
 

@@ -59,12 +59,12 @@ from ..persistent_rows.step import (
 )
 from ..persistent_rows.weights import load_ahead, load_weights, take_units
 from . import stores
+from .copies import await_states, turn_copies
 from .space import BARRIER_BYTES, COPIES, ClusterExtents
 from .stores import find_longest, first_peer, prepare_step
 
 store_shared = {4: T.ptx.st.shared.u32, 2: T.ptx.st.shared.u16}
 bulk_copy = T.ptx.cp.async_.bulk.shared__cluster.shared__cta.mbarrier__complete_tx__bytes
-try_wait = T.ptx.mbarrier.try_wait.parity.acquire.cluster.shared__cta.b64
 
 
 @dataclass
@@ -195,29 +195,6 @@ def send(e, /, s, rank):
 
 
 @phase
-def await_states(e, /, s, io, number):
-    """Wait until the others' states are there, by the exchange of this `number`.
-
-    The first thread then tells the mbarrier how many bytes to expect next: those of the exchange after the next one.
-
-    Reads and writes: `barriers`. Barriers: none.
-    """
-    at = T.meta_var(s.pool[0] + T.uint32(e.barriers_at) + T.Cast("uint32", s.turn[0] * BARRIER_BYTES))
-    s.done[0] = T.uint32(0)
-    while s.done[0] == T.uint32(0):
-        try_wait(s.done[0], at, T.Cast("uint32", number // COPIES % 2))
-    if s.t == 0 and number + 1 + COPIES < io.steps * e.exchanges:
-        arrive_expecting(at, T.uint32(e.expected_bytes))
-
-
-@phase
-def turn_copies(s):
-    """Go on to the other copy."""
-    s.front[0] = s.copies[0] - s.front[0]
-    s.turn[0] = 1 - s.turn[0]
-
-
-@phase
 def scale_states(e, /, s, io, step, pack, rank):
     """The first half of a step of two exchanges.
 
@@ -289,7 +266,7 @@ def kernel_body(e, /, io):
         # tells the compiler that a warp goes one way.
         if T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.t // WARP, 0, 32, 32) * (WARP // e.lanes) < s.count[0]:
             for step in T.serial(io.steps):
-                stores.take_step(e, turn_copies())(s, io, step, pack)
+                stores.take_step(e)(s, io, step, pack)
     else:
         # Bulk copies will write where threads have written zeros.
         T.ptx.fence.proxy.async_.shared__cta()

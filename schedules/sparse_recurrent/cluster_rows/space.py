@@ -12,7 +12,7 @@ from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, ceildiv
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
-from ...recurrent.sizes import WARP, WIDEST
+from ...recurrent.sizes import WARP, WIDEST, step_alone
 from ..persistent_rows.space import (
     BATCHED,
     LANES,
@@ -24,7 +24,6 @@ from ..persistent_rows.space import (
     packs_of,
     refusal,
     require,
-    step_alone,
     too_much,
 )
 from ..persistent_rows.space import cycles as persistent_cycles

@@ -15,20 +15,19 @@ from tvm.script import tirx as T
 
 from tvm_sparse.core.phase import Phase, phase
 
-from ...device.mbarriers import arrive_expecting, await_phase
 from ...device.selection import FULL_WARP
 from ..persistent_rows.step import (
-    fetch,
+    add_rounds,
     gather_rest,
     load_inputs,
-    multiply,
     next_state,
     reduce_lanes,
     take_inputs,
     write_outputs,
 )
-from ..persistent_rows.weights import held_place, held_value, load_ahead
-from .space import BARRIER_BYTES, COPIES, ClusterExtents
+from ..persistent_rows.weights import load_ahead
+from .copies import await_states, turn_copies
+from .space import BARRIER_BYTES, ClusterExtents
 
 send_word = T.ptx.st_async.weak.shared__cluster.mbarrier__complete_tx__bytes.u32
 
@@ -66,16 +65,7 @@ def gather_batch(e: ClusterExtents, first: int, count: int) -> Phase:
 
     Reads: `weights`, `longest`, `stages`. Writes: `sums`. Barriers: none.
     """
-    bring, add = fetch(e), multiply(e)
-
-    @T.inline
-    def of_row(s, row):
-        for i in T.unroll(count):
-            bring(s, i, held_place(e, s, row, first + i))
-        for i in T.unroll(count):
-            add(s, row, i, held_value(e, s, row, first + i))
-
-    every = all_rows(e, of_row)
+    every = all_rows(e, add_rounds(e, first, count))
 
     @T.inline
     def if_any(s):
@@ -147,20 +137,6 @@ def send(e, /, s, u):
 
 
 @phase
-def await_all(e, /, s, io, step):
-    """Wait until the states after a step are there.
-
-    The first thread then tells the mbarrier how many bytes to expect next: those of the exchange after the next one.
-
-    Reads and writes: `barriers`. Barriers: none.
-    """
-    at = T.meta_var(s.pool[0] + T.uint32(e.barriers_at) + T.Cast("uint32", s.turn[0] * BARRIER_BYTES))
-    await_phase(s.done, at, T.Cast("uint32", step // COPIES % 2))
-    if s.t == 0 and step + 1 + COPIES < io.steps:
-        arrive_expecting(at, T.uint32(e.expected_bytes))
-
-
-@phase
 def prepare_step(e, /, s, io, step, pack):
     """What a step needs beside states: its inputs are taken, those of the next one loaded, and what is not on chip."""
     take_inputs(e)(s)
@@ -171,8 +147,8 @@ def prepare_step(e, /, s, io, step, pack):
 
 
 @phase
-def take_step(e, turn, /, s, io, step, pack):
-    """One step; `turn`, a phase (s), goes on to the other copy of the states."""
+def take_step(e, /, s, io, step, pack):
+    """One step."""
     gather_together(e)(s, io)
     reduce_lanes(e)(s)
     for u in T.unroll(e.units):
@@ -183,6 +159,6 @@ def take_step(e, turn, /, s, io, step, pack):
         write_outputs(e)(s, io, step, pack, u, u * e.groups + s.group < s.count[0])
     if step + 1 < io.steps:
         prepare_step(e)(s, io, step + 1, pack)
-        await_all(e)(s, io, step)
-    turn(s)
+        await_states(e)(s, io, step)
+    turn_copies()(s)
 # fmt: on

@@ -15,13 +15,12 @@ from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, ce
 from tvm_sparse.operators.recurrent_backward.problem import RecurrentBackward
 from tvm_sparse.operators.sparse_recurrent.problem import EXCHANGES, RecurrentLayer, SparseRecurrent, longest_random
 
-from ...recurrent.sizes import LINE, WARP, WIDEST, register_limit
+from ...recurrent.sizes import LINE, WARP, WIDEST, register_limit, step_alone
 
 WARP_MAXIMA = 80  # the compute capability from which on a warp finds a maximum in one instruction
 # Thread blocks, as alternatives to one per multiprocessor. Fewer read the hidden state fewer times from the L2 cache;
 # more share the weights.
 BLOCKS = (8, 16, 32, 48, 64, 96, 128)
-ALONE = 4  # samples of a step for which `step_kernels` reads each weight once
 LEAST_UNITS = 4  # units of a thread block at least: fewer are not worth its copy of the hidden state
 THREADS = (128, 256, 384, 512, 576, 640, 768, 1024)
 # What the fastest points of nearly all shapes that were measured on an H200 have in common. Threads: few, since each
@@ -295,15 +294,6 @@ def best_point(problem: RecurrentLayer, machine: Machine, of: Sizes) -> tuple[tu
 def reach(point: Decisions) -> int:
     """Entries of a row that are on chip."""
     return point["reduce_threads"] * point["registers"]
-
-
-def step_alone(problem: RecurrentLayer) -> bool:
-    """Whether one step of few samples is all there is, without an exchange: `step_kernels` keeps no weights.
-
-    On an H200 a step of 1367 units and two samples took 2.9 us there, 3.7 us in `persistent_rows` and 5.1 us in
-    `cluster_rows`; one of 553 units and 14 samples 9.5, 4.8 and 4.3 us.
-    """
-    return problem.steps == 1 and problem.batch <= ALONE and problem.exchanges == 1
 
 
 def declines(problem: RecurrentLayer, machine: Machine) -> bool:

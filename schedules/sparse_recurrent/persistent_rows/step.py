@@ -122,6 +122,18 @@ def in_turn(phases: Sequence[Phase]) -> Phase:
     return functools.reduce(then, phases)
 
 
+@phase
+def add_rounds(e, first, count, /, s, row):
+    """Add up the products of `count` rounds of a row's entries in registers, from the `first` on: all states first.
+
+    Reads: `weights`, `stages`. Writes: `sums`. Barriers: none.
+    """
+    for i in T.unroll(count):
+        fetch(e)(s, i, held_place(e, s, row, first + i))
+    for i in T.unroll(count):
+        multiply(e)(s, row, i, held_value(e, s, row, first + i))
+
+
 def gather_held(e: Extents) -> Phase:
     """Add up the products of a row's entries in registers; the phase is (s, row).
 
@@ -129,15 +141,9 @@ def gather_held(e: Extents) -> Phase:
 
     Reads: `weights`, `rounds`, `stages`. Writes: `sums`. Barriers: none.
     """
-    bring, add = fetch(e), multiply(e)
 
     def batch(first: int, count: int) -> Phase:
-        @T.inline
-        def some(s, row):
-            for i in T.unroll(count):
-                bring(s, i, held_place(e, s, row, first + i))
-            for i in T.unroll(count):
-                add(s, row, i, held_value(e, s, row, first + i))
+        some = add_rounds(e, first, count)
 
         @T.inline
         def if_any(s, row):

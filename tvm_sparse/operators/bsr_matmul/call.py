@@ -27,7 +27,7 @@ from tvm_sparse.runtime.signature import ROWS, Absent, Array, Number, Output, Si
 
 from .dense import WARPS_TEMPLATE, likely_way, rows_in_cache
 from .problem import ACTIVATIONS, PRECISIONS, BsrMatmul, activated
-from .weight import BsrWeight, unread
+from .weight import BsrWeight, unread_array
 from .weight import Structure as Prepared
 
 SIGNATURES = {
@@ -265,7 +265,7 @@ def turned_product(x: Any, data: Any, indices: Any, indptr: Any, order: Any, str
     m, n = known.shape[0], block_rows * rows
     problem = BsrMatmul(m, columns, n, f"{rows}x{cols}", sparsity, pattern, known.dtype, turned=1)
     if order is None:
-        order = unread((block_rows, 3), indptr, known)
+        order = unread_array((block_rows, 3), indptr, known)
     y = arrays.empty((m, n), known.dtype, x, known)
     ready = arrays.ready("x", x, known), arrays.ready("data", data, theirs)
     arguments = (*ready, indices, indptr, order, long, int(constant), places)

@@ -80,7 +80,7 @@ def time_of_warpgroups(problem: BsrMatmul) -> float:
 
 
 # Its name. It reads all of x for each block row: where x has more bytes than CACHED_X, the L2 cache does not hold it,
-# and parts of so many bytes are multiplied one after another.
+# and parts of x of PART_X bytes are multiplied one after another.
 WARPS_TEMPLATE, CACHED_X, PART_X = "tensor_core", 24_000_000, 17_000_000
 
 

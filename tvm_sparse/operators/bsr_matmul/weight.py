@@ -155,7 +155,7 @@ class BsrWeight(DenseCopy):
             itemsize = numpy_dtype(self.dtype).itemsize
             self._hold(*balanced(self.indptr, self.indices, (rows, cols), k // cols, itemsize), constant)
         else:
-            self._hold(unread((block_rows, 3), self.indptr, known), -1, "uniform", constant)
+            self._hold(unread_array((block_rows, 3), self.indptr, known), -1, "uniform", constant)
 
     @classmethod
     def from_file(
@@ -388,7 +388,7 @@ def _parts(weight: Any) -> tuple[Any, Any, Any, tuple[int, int] | None]:
     )
 
 
-def unread(shape: tuple[int, ...], like: Any, known: arrays.Facts) -> Any:
+def unread_array(shape: tuple[int, ...], like: Any, known: arrays.Facts) -> Any:
     """An int32 array for an argument that kernels take but do not read, on the device of the facts."""
     torch = sys.modules.get("torch")
     if torch is not None:

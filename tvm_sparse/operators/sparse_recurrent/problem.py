@@ -297,7 +297,7 @@ def entries_kept(entries: int, rows: int, width: int, longest: int) -> int:
 
     For a random pattern that is `preferred`. Magnitude pruning leaves rows of very different lengths: then it is the
     number of a random pattern whose longest row has `longest` entries too, for in each step all units wait for the
-    longest row, which has to be on the chip. Where so many entries do not fit on a chip, the mean decides.
+    longest row, which has to be on the chip. Where the chip has no room for them, the mean decides.
     """
     typical = min(width, preferred(entries, rows))
     if longest <= longest_random(typical, width, NOT_RANDOM) + SOME:
